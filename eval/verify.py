@@ -1,0 +1,87 @@
+"""Accept rules of a drafted chain, as pure functions (ALGORITHMS.md section 4).
+
+Shape suffixes: K drafted token, N = K + 1 verified position, V target vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+
+def truncated_probs(logits: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:
+    """The distribution that is sampled from; target and drafter both go through here.
+
+    Args:
+        logits: [..., V].
+        temperature: above 0.
+        top_p: keeps the fewest likeliest tokens that hold this share; 1 switches it off.
+        top_k: keeps so many tokens, before `top_p`; 0 switches it off.
+
+    Returns:
+        float32 [..., V], rows sum to one.
+
+    >>> logits = torch.tensor([0.5, 0.3, 0.2]).log()
+    >>> truncated_probs(logits, temperature=1.0, top_p=0.6, top_k=0)
+    tensor([0.6250, 0.3750, 0.0000])
+    """
+    probs = torch.softmax(logits.float() / temperature, dim=-1)
+    if top_k == 0 and top_p >= 1.0:
+        return probs
+    sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        sorted_probs[..., top_k:] = 0.0
+    # A token stays while the tokens before it do not hold the share yet, so the first always stays.
+    before = sorted_probs.cumsum(dim=-1) - sorted_probs
+    sorted_probs[before >= top_p * sorted_probs.sum(dim=-1, keepdim=True)] = 0.0
+    kept = torch.zeros_like(probs).scatter_(-1, order, sorted_probs)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def accept_greedy(draft_ids_K: Tensor, target_ids_N: Tensor) -> tuple[int, int]:
+    """Accepts drafts while they equal the target's argmax.
+
+    Returns:
+        The number of accepted drafts, and the target's own token after them.
+
+    >>> accept_greedy(torch.tensor([5, 6, 7]), torch.tensor([5, 6, 1, 2]))
+    (2, 1)
+    """
+    # One transfer for both: on a GPU each one waits for the device.
+    both = torch.cat([draft_ids_K, target_ids_N]).tolist()
+    drafts, targets = both[: draft_ids_K.numel()], both[draft_ids_K.numel() :]
+    num_accepted = 0
+    while num_accepted < len(drafts) and drafts[num_accepted] == targets[num_accepted]:
+        num_accepted += 1
+    return num_accepted, targets[num_accepted]
+
+
+def accept_sampled(
+    draft_ids_K: Tensor, draft_probs_KV: Tensor, target_probs_NV: Tensor, generator: torch.Generator | None
+) -> tuple[int, int]:
+    """Speculative sampling: the tokens are distributed exactly as the target's.
+
+    Draft x is accepted with probability min(1, p(x)/q(x)). The first rejected one is replaced by a
+    sample of normalise(max(p - q, 0)); after K acceptances the bonus token is a sample of p.
+
+    Args:
+        draft_ids_K: drafts in target ids, sampled from `draft_probs_KV`.
+        draft_probs_KV: q, over the target vocabulary.
+        target_probs_NV: p at the K drafts and after the last.
+        generator: on the device of the tensors; None takes the default one.
+
+    Returns:
+        The number of accepted drafts, and the sampled token after them.
+    """
+    num_drafts = draft_ids_K.numel()
+    index_K1 = draft_ids_K[:, None]
+    target_K = target_probs_NV[:num_drafts].gather(1, index_K1)[:, 0]
+    draft_K = draft_probs_KV.gather(1, index_K1)[:, 0]
+    uniform_K = torch.rand(num_drafts, generator=generator, device=draft_ids_K.device)
+    # u < p/q without the division; strict, so that p = 0 is never accepted even at u = 0.
+    accepted_K = uniform_K * draft_K < target_K
+    num_accepted = int(accepted_K.long().cumprod(0).sum())
+    probs_V = target_probs_NV[num_accepted]
+    if num_accepted < num_drafts:
+        residual_V = (probs_V - draft_probs_KV[num_accepted]).clamp(min=0.0)
+        # All zero only where p and q differ by rounding: then p itself is right.
+        probs_V = torch.where(residual_V.sum() > 0, residual_V, probs_V)
+    return num_accepted, int(torch.multinomial(probs_V, 1, generator=generator))

@@ -1,0 +1,72 @@
+"""The typed schema of a recipe: one recipe describes all stages, each command reads its section."""
+
+import difflib
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from slipstream.data.config import DataConfig, Dtype, TargetConfig
+from slipstream.drafters.config import DrafterConfig
+from slipstream.eval.config import EvalConfig
+from slipstream.train.config import TrainConfig
+
+
+@dataclass
+class ExportConfig:
+    """The serving bundle."""
+
+    dtype: Dtype = Dtype.auto
+    """Type of the written tensors; auto: as trained."""
+
+
+@dataclass
+class Recipe:
+    """Everything a run needs."""
+
+    name: str = MISSING
+    """Names the run."""
+    run_dir: str = MISSING
+    """Every stage writes below this folder."""
+    seed: int = 0
+    plan: bool = False
+    """scripts/pipeline.py prints what it would do and stops."""
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+    def check(self) -> None:
+        """Raises ValueError with every mistake in the recipe at once."""
+        sections = (self.target, self.data, self.drafter, self.train, self.eval)
+        found = [problem for section in sections for problem in section.problems()]
+        if found:
+            raise ValueError("; ".join(found))
+
+
+def register() -> None:
+    """Makes the schema known to Hydra."""
+    ConfigStore.instance().store(name="schema", node=Recipe)
+
+
+def known_keys(node: Any = Recipe, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema."""
+    keys = []
+    for entry in fields(node):
+        keys.append(prefix + entry.name)
+        if is_dataclass(entry.type):
+            keys += known_keys(entry.type, f"{prefix}{entry.name}.")
+    return keys
+
+
+def nearest_key(key: str) -> str:
+    """The known key closest to a mistyped one, or an empty string."""
+    known = known_keys()
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not matches:
+        leaf = key.rsplit(".", 1)[-1]
+        matches = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
+    return matches[0] if matches else ""

@@ -1,0 +1,107 @@
+"""Writes the serving bundle: config.json, model.safetensors and the model card."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slipstream.data.config import Dtype
+from slipstream.data.files import atomic_path, write_text
+from slipstream.data.types import VocabMap
+from slipstream.drafters.checkpoint_format import (
+    CONFIG,
+    WEIGHTS,
+    check_tensors,
+    serving_config,
+    serving_tensors,
+    write_weights,
+)
+from slipstream.drafters.config import DraftGeometry
+from slipstream.drafters.eagle3 import Eagle3Head
+from slipstream.recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from slipstream.data.target.resolve import Target
+
+CARD = "README.md"
+
+
+def write_bundle(
+    folder: Path,
+    *,
+    tensors: dict[str, Tensor],
+    geometry: DraftGeometry,
+    vocab_map: VocabMap,
+    target: "Target",
+    recipe: Recipe,
+) -> list[str]:
+    """Writes the three files; nothing is written unless the tensors keep the contract.
+
+    Args:
+        folder: of the bundle.
+        tensors: the head's state.
+        geometry: the head's geometry.
+        vocab_map: d2t and t2d.
+        target: the model the head was trained for.
+        recipe: for the card.
+
+    Returns:
+        Names of the files.
+    """
+    head = Eagle3Head(geometry)
+    head.load_state_dict(tensors)
+    chosen = recipe.export.dtype
+    dtype = tensors["fc.weight"].dtype if chosen is Dtype.auto else getattr(torch, chosen.value)
+    served = serving_tensors(head, d2t_W=vocab_map.d2t_W, t2d_V=vocab_map.t2d_V, dtype=dtype)
+    check_tensors(geometry, served, WEIGHTS)
+    config = serving_config(
+        geometry, bos=target.config.bos_token_id, eos=target.config.eos_token_id, dtype=dtype
+    )
+    with atomic_path(folder / WEIGHTS) as temporary:
+        write_weights(temporary, served)
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_text(folder / CARD, card(geometry, target_name=target.name, recipe=recipe))
+    return [CONFIG, WEIGHTS, CARD]
+
+
+def card(geometry: DraftGeometry, *, target_name: str, recipe: Recipe) -> str:
+    """The model card with the commands that serve the head."""
+    k = recipe.eval.num_draft_tokens
+    speculative = json.dumps({"method": "eagle3", "model": "PATH_OR_ID", "num_speculative_tokens": k})
+    kind = "EAGLE-3.1" if geometry.norm_output and geometry.fc_norm else "EAGLE-3"
+    return f"""---
+base_model: {target_name}
+library_name: transformers
+tags: [speculative-decoding, eagle3, draft-model]
+---
+
+# {kind} draft head for {target_name}
+
+Trained with Slipstream, recipe `{recipe.name}`. The head drafts tokens that the target verifies:
+greedy answers stay the same, token for token.
+
+| | |
+|---|---|
+| target | `{target_name}` |
+| captured boundaries (state entering layer b) | {list(geometry.aux_layers)} |
+| draft vocabulary | {geometry.draft_vocab_size} of {geometry.vocab_size} |
+| training | {recipe.train.epochs} epochs, K={recipe.train.unroll.num_steps}, loss {recipe.train.loss.value} |
+
+Replace `PATH_OR_ID` by this folder or its hub id.
+
+## vLLM
+
+```bash
+vllm serve {target_name} --speculative-config '{speculative}'
+```
+
+## SGLang
+
+```bash
+python -m sglang.launch_server --model-path {target_name} \\
+  --speculative-algorithm EAGLE3 --speculative-draft-model-path PATH_OR_ID \\
+  --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}
+```
+"""

@@ -1,0 +1,9 @@
+"""Serving bundle: `scripts/export.py recipe=NAME`."""
+
+from slipstream.scripts.cli import command
+from slipstream.scripts.stages import Run
+
+main = command(lambda recipe: Run(recipe).export())
+
+if __name__ == "__main__":
+    main()

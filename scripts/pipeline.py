@@ -1,0 +1,82 @@
+"""All stages of a recipe in order: `scripts/pipeline.py recipe=NAME [plan=true]`.
+
+What is complete is skipped, what was interrupted goes on. The last line printed is JSON.
+"""
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from slipstream.data.files import MANIFEST, read_json, write_json
+from slipstream.data.progress import say, timed
+from slipstream.recipes.schema import Recipe
+from slipstream.scripts.cli import command
+from slipstream.scripts.plan import print_plan
+from slipstream.scripts.stages import Run, is_complete
+
+if TYPE_CHECKING:
+    from slipstream.eval.acceptance import AcceptanceReport
+
+SECONDS = "seconds.json"
+
+
+def pipeline(recipe: Recipe) -> None:
+    """Runs what is missing and prints the acceptance table and the summary line."""
+    run = Run(recipe)
+    if recipe.plan:
+        print_plan(run)
+        return
+    from slipstream.eval.report import print_report
+
+    path = run.folder / SECONDS
+    seconds: dict[str, float] = read_json(path) if path.exists() else {}
+    report: Any = None
+    for name, stage in run.stages().items():
+        done = is_complete(run.path(name))
+        say(f"-- {name}: {'complete' if done else 'running'}")
+        spent = dict(seconds)
+        with timed(spent, name):
+            report = _train_on_all_gpus(run) if name == "train" and not done else stage()
+        if not done:
+            seconds = spent
+            write_json(path, seconds)
+    print_report(report, Console())
+    print(json.dumps(summary(run, report, seconds)))
+
+
+def _train_on_all_gpus(run: Run) -> None:
+    """Trains in this process, or by torchrun where there are several GPUs."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        run.train()
+        return
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+    words = [str(torch.cuda.device_count()), "-m", "slipstream.scripts.train", *sys.argv[1:]]
+    if (code := subprocess.run(launcher + words, check=False).returncode) != 0:
+        raise ValueError(f"training stopped with exit code {code}: see its message above")
+
+
+def summary(run: Run, report: "AcceptanceReport", seconds: dict[str, float]) -> dict[str, Any]:
+    """What a script wants to know of a finished run."""
+    return {
+        "target": run.recipe.target.name,
+        "drafter": run.recipe.drafter.kind,
+        "num_draft_tokens": report.num_draft_tokens,
+        "acceptance_length": round(report.acceptance_length, 4),
+        "acceptance_rate_per_position": [round(rate, 4) for rate in report.unconditional_K],
+        "speedup": round(report.speedup, 3),
+        "lossless": report.lossless,
+        "train_tokens": read_json(run.path("train") / MANIFEST)["facts"]["train_tokens"],
+        "seconds_per_stage": {name: round(value, 1) for name, value in seconds.items()},
+        "export": str(run.path("export")),
+    }
+
+
+main = command(pipeline)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What a recipe would do: stages, rows, disk, head size and steps, before anything heavy runs."""
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.data.cache import STORAGE_DTYPES, HiddenStateCache
+from slipstream.data.capture import estimate_bytes
+from slipstream.data.files import MANIFEST, read_json
+from slipstream.drafters import DRAFTERS
+from slipstream.drafters.config import DraftGeometry, resolve_geometry
+from slipstream.scripts.stages import Run, is_complete
+
+COUNTS = {"prompts": "kept", "regenerated": "answers", "tokens": "kept", "hidden_states": "supervised_tokens"}
+"""The fact of a complete stage that tells its size."""
+
+
+def print_plan(run: Run) -> None:
+    """Prints the plan of a recipe; needs neither the target's weights nor a network."""
+    console = Console()
+    table = Table(title=f"{run.recipe.name}: stages in {run.folder}")
+    for column in ("stage", "state", "size"):
+        table.add_column(column)
+    for name in run.stages():
+        table.add_row(name, *_state(run, name))
+    console.print(table)
+    facts = Table(show_header=False)
+    for name, value in _facts(run).items():
+        facts.add_row(name, value)
+    console.print(facts)
+
+
+def _state(run: Run, name: str) -> tuple[str, str]:
+    folder = run.path(name)
+    if not (folder / MANIFEST).exists():
+        return "missing", "not known yet"
+    if not is_complete(folder):
+        return "begun", "not known yet"
+    facts = read_json(folder / MANIFEST)["facts"]
+    key = COUNTS.get(name)
+    return "complete", f"{facts[key]:,} {key.replace('_', ' ')}" if key in facts else ""
+
+
+def _facts(run: Run) -> dict[str, str]:
+    recipe = run.recipe
+    geometry = plan_geometry(run)
+    with torch.device("meta"):
+        head: torch.nn.Module = DRAFTERS[recipe.drafter.kind](geometry)
+    sizes = {name: p.numel() for name, p in head.named_parameters()}
+    storage = STORAGE_DTYPES[recipe.data.capture.dtype].itemsize
+    per_token = [
+        estimate_bytes(1, supervised, len(geometry.aux_layers), geometry.hidden_size, storage)
+        for supervised in (0, 1)
+    ]
+    unroll = recipe.train.unroll
+    return {
+        "target": f"{recipe.target.name}, hidden {geometry.hidden_size}, vocabulary {geometry.vocab_size:,}",
+        "captured boundaries": str(list(geometry.aux_layers)),
+        "draft vocabulary": f"{geometry.draft_vocab_size:,}",
+        "parameters of the head": f"{sum(sizes.values()):,} (lm_head {sizes['lm_head.weight']:,})",
+        "disk per token": f"{per_token[0]:,} bytes of prompt, {per_token[1]:,} bytes of answer",
+        "unroll": f"{unroll.num_steps} steps, decay {unroll.step_decay}, survival {unroll.survival}",
+        "optimizer steps": _steps(run),
+    }
+
+
+def plan_geometry(run: Run) -> DraftGeometry:
+    """The head's geometry, from the recipe's own figures of the target where it gives them."""
+    expected: dict[str, Any] = dict(run.recipe.target.geometry)
+    return resolve_geometry(run.recipe.drafter, expected) if expected else run.geometry
+
+
+def _steps(run: Run) -> str:
+    from slipstream.train.trainer import plan_steps
+
+    train = run.recipe.train
+    if is_complete(run.path("hidden_states")):
+        rows = HiddenStateCache(run.path("hidden_states")).rows("train")
+        return f"{len(plan_steps(rows, train, run.recipe.seed)):,}"
+    shape = f"{train.packs_per_step} x {train.tokens_per_pack:,} tokens a step, {train.epochs} epochs"
+    return f"known after capture ({shape})"

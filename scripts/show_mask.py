@@ -1,0 +1,48 @@
+"""Shows which tokens of a training row are supervised."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.data.target.resolve import Target
+from slipstream.data.tokenize import read_samples
+from slipstream.data.types import TokenizedSample
+
+SUPERVISED, CONTEXT = "bold black on green", "dim"
+
+
+def show(target: Target, tokens_folder: Path, row: str | int, console: Console) -> None:
+    """Prints one row, supervised tokens coloured, special tokens and newlines visible.
+
+    Args:
+        target: whose tokenizer wrote the row.
+        tokens_folder: folder of the tokenize stage.
+        row: its id, or its number in id order.
+        console: where to.
+
+    Raises:
+        ValueError: there is no such row.
+    """
+    sample = _find(read_samples(tokens_folder), row)
+    tokenizer = target.tokenizer()
+    text = Text()
+    for token, supervised in zip(sample.input_ids_T.tolist(), sample.loss_mask_T.tolist(), strict=True):
+        shown = str(tokenizer.decode([token], skip_special_tokens=False)).replace("\n", "\\n\n")
+        text.append(shown, style=SUPERVISED if supervised else CONTEXT)
+    num_supervised = int(sample.loss_mask_T.sum())
+    legend = Text.assemble((" supervised ", SUPERVISED), " ", (" context ", CONTEXT))
+    console.print(
+        f"row {sample.id}: {sample.loss_mask_T.numel()} tokens, {num_supervised} supervised", highlight=False
+    )
+    console.print(legend)
+    console.print(text)
+
+
+def _find(samples: list[TokenizedSample], row: str | int) -> TokenizedSample:
+    by_id = {sample.id: sample for sample in samples}
+    if isinstance(row, str) and row in by_id:
+        return by_id[row]
+    if isinstance(row, int) and 0 <= row < len(samples):
+        return samples[row]
+    raise ValueError(f"row={row}: no such row, give an id or a number below {len(samples)}")

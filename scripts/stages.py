@@ -1,0 +1,259 @@
+"""The stages of a recipe, wired: every command runs one of them, `pipeline` runs them in order.
+
+Heavy libraries are imported by the stages that need them, so `--help` and bad input answer at once.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from slipstream.data.files import MANIFEST, Stage, read_json, stage_fingerprint, value_hash
+from slipstream.data.progress import is_main_process
+from slipstream.drafters.config import DraftGeometry, resolve_geometry
+from slipstream.recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from slipstream.data.target.resolve import Target
+    from slipstream.eval.acceptance import AcceptanceReport
+    from slipstream.train.ttt import FrozenTarget
+
+NOT_IDENTITY = ("wandb", "log_every", "validate_every", "validate_tokens", "save_every", "keep_checkpoints")
+"""Training settings that do not change the trained weights."""
+
+
+class Run:
+    """A recipe with the folders of its stages; each method runs or resumes one stage."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.folder = Path(recipe.run_dir)
+
+    def path(self, stage: str) -> Path:
+        """Folder of a stage; each way to evaluate has its own."""
+        if stage == "evaluation":
+            return self.folder / stage / value_hash(plain(self.recipe.eval))[:8]
+        return self.folder / stage
+
+    @functools.cached_property
+    def target(self) -> "Target":
+        """The target, found once."""
+        from slipstream.data.target.resolve import resolve_target
+
+        return resolve_target(self.recipe.target)
+
+    @functools.cached_property
+    def geometry(self) -> DraftGeometry:
+        """The head's geometry."""
+        return resolve_geometry(self.recipe.drafter, self.target.config.to_dict())
+
+    def prompts(self) -> None:
+        """Reads the prompts into one normal form."""
+        from slipstream.data import conversations
+
+        conversations.run(self.recipe.data.prompts, self.path("prompts"))
+
+    def regenerate(self) -> None:
+        """Lets the target answer the prompts."""
+        from slipstream.data import regenerate
+
+        _require(self.path("prompts"))
+        regenerate.run(
+            self.recipe.data.regenerate,
+            self.target,
+            self.path("prompts"),
+            self.path("regenerated"),
+            self.recipe.seed,
+        )
+
+    def tokenize(self) -> None:
+        """Renders the answers with the chat template and marks what the target generated."""
+        from slipstream.data import tokenize
+
+        _require(self.path("regenerated"))
+        tokenize.run(
+            self.recipe.data.tokenize,
+            self.target,
+            self.path("regenerated"),
+            self.path("tokens"),
+            self.recipe.data.validation_share,
+        )
+
+    def vocab_map(self) -> None:
+        """Chooses the draft vocabulary from the generated tokens."""
+        from slipstream.data import vocab_map
+
+        _require(self.path("tokens"))
+        vocab_map.run(
+            self.geometry.draft_vocab_size, self.target, self.path("tokens"), self.path("vocab_map")
+        )
+
+    def capture(self) -> None:
+        """Caches the target's hidden states."""
+        from slipstream.data import capture
+
+        _require(self.path("tokens"))
+        capture.run(
+            self.recipe.data.capture,
+            self.target,
+            self.geometry.aux_layers,
+            self.path("tokens"),
+            self.path("hidden_states"),
+        )
+
+    def train(self) -> None:
+        """Trains the head; under torchrun every rank calls this."""
+        from slipstream.train import engine, trainer
+        from slipstream.train.ttt import Unroller
+
+        self._prepare_data()
+        stage = Stage(self.path("train"), "train", self._train_settings())
+        if stage.is_complete:
+            return
+        device = engine.init_distributed()
+        engine.deepspeed_settings(self.recipe.train, engine.world_size())
+        from slipstream.data.cache import HiddenStateCache
+
+        frozen = self._frozen_target()
+        state = trainer.fit(
+            Unroller(
+                self._new_head(frozen),
+                frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
+                kind=self.recipe.train.loss,
+                chunk_rows=self.recipe.train.chunk_rows,
+            ),
+            HiddenStateCache(self.path("hidden_states")),
+            self.recipe.train,
+            frozen=frozen,
+            folder=self.path("train"),
+            seed=self.recipe.seed,
+            device=device,
+            settings=stage.settings,
+        )
+        if engine.rank() == 0:
+            final = f"step-{state.step:07d}/head.safetensors"
+            stage.complete([final], **dataclasses.asdict(state))
+        engine.barrier()
+
+    def export(self) -> None:
+        """Writes the serving bundle of the newest checkpoint."""
+        from slipstream.data.vocab_map import read_vocab_map
+        from slipstream.scripts.bundle import write_bundle
+        from slipstream.train.checkpoint import latest_checkpoint, read_head
+
+        _require(self.path("train"))
+        settings = {
+            "train": stage_fingerprint(self.path("train")),
+            "dtype": self.recipe.export.dtype.value,
+        }
+        stage = Stage(self.path("export"), "export", settings)
+        if stage.is_complete:
+            return
+        checkpoint = latest_checkpoint(self.path("train"))
+        assert checkpoint is not None, "a complete train stage has a checkpoint"
+        names = write_bundle(
+            self.path("export"),
+            tensors=read_head(checkpoint),
+            geometry=self.geometry,
+            vocab_map=read_vocab_map(self.path("vocab_map")),
+            target=self.target,
+            recipe=self.recipe,
+        )
+        stage.complete(names)
+
+    def evaluate(self) -> "AcceptanceReport":
+        """Measures the exported bundle with the built-in decoder."""
+        from slipstream.data.config import PromptsConfig
+        from slipstream.data.conversations import load_prompts
+        from slipstream.eval.acceptance import measure
+
+        config = self.recipe.eval
+        _require(self.path("export"))
+        prompts = PromptsConfig(paths=list(config.prompts), limit=config.limit)
+        conversations, _ = load_prompts(prompts)
+        return measure(self.target, self.path("export"), config, conversations, self.path("evaluation"))
+
+    def stages(self) -> dict[str, Callable[[], Any]]:
+        """Every stage in order, by the name of its folder."""
+        return {
+            "prompts": self.prompts,
+            "regenerated": self.regenerate,
+            "tokens": self.tokenize,
+            "vocab_map": self.vocab_map,
+            "hidden_states": self.capture,
+            "train": self.train,
+            "export": self.export,
+            "evaluation": self.evaluate,
+        }
+
+    def _prepare_data(self) -> None:
+        """Runs the data stages that are missing: rank 0 works, the others wait for its files."""
+        if is_main_process():
+            for name in ("prompts", "regenerated", "tokens", "vocab_map", "hidden_states"):
+                self.stages()[name]()
+        while not is_complete(self.path("hidden_states")):
+            time.sleep(0.5)
+
+    def _train_settings(self) -> dict[str, Any]:
+        recipe = self.recipe
+        train = plain(recipe.train)
+        return {
+            "hidden_states": stage_fingerprint(self.path("hidden_states")),
+            "vocab_map": stage_fingerprint(self.path("vocab_map")),
+            "drafter": plain(recipe.drafter),
+            "train": {key: value for key, value in train.items() if key not in NOT_IDENTITY},
+            "seed": recipe.seed,
+        }
+
+    def _frozen_target(self) -> "FrozenTarget":
+        from slipstream.data.target.weights import read_target_head
+        from slipstream.data.vocab_map import read_vocab_map
+        from slipstream.train.ttt import FrozenTarget
+
+        head, vocab_map = read_target_head(self.target), read_vocab_map(self.path("vocab_map"))
+        return FrozenTarget(
+            embedding_VD=head.embedding_VD,
+            norm_D=head.norm_D,
+            norm_eps=head.norm_eps,
+            lm_head_WD=head.lm_head_VD[vocab_map.target_ids_W],
+            draft_ids_V=vocab_map.draft_ids_V,
+        )
+
+    def _new_head(self, frozen: "FrozenTarget") -> Any:
+        from slipstream.drafters import DRAFTERS
+
+        head = DRAFTERS[self.recipe.drafter.kind](self.geometry)
+        head.initialise(
+            self.recipe.drafter.init,
+            lm_head_WD=frozen.lm_head_WD.float(),
+            norm_D=frozen.norm_D.float(),
+            seed=self.recipe.seed,
+        )
+        return head
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the stage in `folder` ran to its end."""
+    return (folder / MANIFEST).exists() and read_json(folder / MANIFEST)["files"] is not None
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A config section as JSON-able values."""
+    values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _require(folder: Path) -> None:
+    if not is_complete(folder):
+        raise ValueError(f"{folder} is not complete: run the stage before, or scripts/pipeline.py for all")
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)

@@ -1,0 +1,9 @@
+"""Chat template and loss mask: `scripts/tokens.py recipe=NAME`."""
+
+from slipstream.scripts.cli import command
+from slipstream.scripts.stages import Run
+
+main = command(lambda recipe: Run(recipe).tokenize())
+
+if __name__ == "__main__":
+    main()

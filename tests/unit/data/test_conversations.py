@@ -1,0 +1,175 @@
+"""One normal form: bad rows are dropped with a reason, equal text has one id, prompts are stable."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.data import conversations
+from slipstream.data.config import PromptsConfig
+from slipstream.data.conversations import Dropped, read_conversations, read_source
+from slipstream.data.files import file_hash, read_json
+from slipstream.data.types import Conversation, Message
+
+USER, ASSISTANT = {"role": "user", "content": "Hi  there"}, {"role": "assistant", "content": "Hello.\n"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    """One JSON value a line; strings are written as they are."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def read_one(tmp_path: Path, messages: Any, **options: Any) -> Conversation | Dropped:
+    """Reads one row of messages."""
+    [row] = read_source(write_jsonl(tmp_path / "one.jsonl", [{"messages": messages}]), **options)
+    return row
+
+
+def roles(conversation: Conversation | Dropped) -> list[str]:
+    """Roles of a row that was not dropped."""
+    assert isinstance(conversation, Conversation), conversation
+    return [message.role for message in conversation.messages]
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "no messages"),
+        (None, "no messages"),
+        ("Hi", "no messages"),
+        (["Hi"], "message is not an object"),
+        ([USER], "no assistant turn"),
+        ([SYSTEM, USER], "no assistant turn"),
+        ([ASSISTANT], "no user turn"),
+        ([USER, {"role": "narrator", "content": "x"}], "unknown role"),
+        ([USER, {"content": "x"}], "unknown role"),
+        ([USER, {"role": "assistant", "content": None}], "null content"),
+        ([USER, {"role": "assistant", "content": " \n"}], "empty content"),
+        ([USER, {"role": "assistant", "content": 3}], "content is not text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, ASSISTANT],
+            "content is not text",
+        ),
+        ([{"role": "user", "content": "\ud83d"}, ASSISTANT], "broken unicode"),
+        ([USER, USER, ASSISTANT], "turns do not alternate"),
+        ([ASSISTANT, USER, ASSISTANT], "turns do not alternate"),
+        ([USER, ASSISTANT, SYSTEM], "system message after the first"),
+    ],
+)
+def test_bad_rows_are_dropped_with_a_reason(tmp_path: Path, messages: Any, reason: str) -> None:
+    assert read_one(tmp_path, messages) == Dropped(where=f"{tmp_path}/one.jsonl:1", reason=reason)
+
+
+def test_a_chat_ends_with_its_last_answer(tmp_path: Path) -> None:
+    assert roles(read_one(tmp_path, [USER, ASSISTANT, USER])) == ["user", "assistant"]
+    assert roles(read_one(tmp_path, [SYSTEM, USER, ASSISTANT, USER, ASSISTANT]))[0] == "system"
+
+
+def test_a_prompt_keeps_what_the_target_has_to_answer(tmp_path: Path) -> None:
+    assert roles(read_one(tmp_path, [SYSTEM, USER, ASSISTANT, USER], as_prompts=True)) == [
+        "system",
+        "user",
+        "user",
+    ]
+    assert roles(read_one(tmp_path, [USER, USER], as_prompts=True)) == ["user", "user"]
+    assert read_one(tmp_path, [ASSISTANT], as_prompts=True).reason == "no user turn"  # type: ignore[union-attr]
+
+
+def test_same_text_has_one_id_whatever_its_form(tmp_path: Path) -> None:
+    sharegpt = [{"from": "human", "value": USER["content"]}, {"from": "gpt", "value": ASSISTANT["content"]}]
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi  "}, {"type": "text", "text": "there"}]}
+    ]
+    (tmp_path / "share.json").write_text(json.dumps([{"id": "x", "conversations": sharegpt}], indent=1))
+    sources = [
+        write_jsonl(tmp_path / "openai.jsonl", [{"messages": [USER, ASSISTANT]}]),
+        write_jsonl(tmp_path / "share.jsonl", [{"conversations": sharegpt}]),
+        str(tmp_path / "share.json"),
+        write_jsonl(tmp_path / "parts.jsonl", [{"messages": [*parts, ASSISTANT]}]),
+    ]
+    rows = [row for source in sources for row in read_source(source)]
+    assert len(rows) == 4
+    assert {row.id for row in rows if isinstance(row, Conversation)} == {rows[0].id}  # type: ignore[union-attr]
+    trimmed = read_one(tmp_path, [USER, {**ASSISTANT, "content": "Hello."}])
+    assert isinstance(trimmed, Conversation)
+    assert trimmed.id not in {row.id for row in rows if isinstance(row, Conversation)}
+
+
+def test_data_sets_are_read_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", [{"messages": [USER, ASSISTANT]}, {"messages": []}])
+    rows = list(read_source(str(folder), "train"))
+    assert rows[1] == Dropped(where=f"{folder}:row 2", reason="no messages")
+    assert roles(rows[0]) == ["user", "assistant"]
+    assert (tmp_path / "cache").is_dir()
+    with pytest.raises(ValueError, match=r"neither a file nor a data set with split test"):
+        list(read_source(f"{folder}@test", "train"))
+
+
+def test_builtin_prompts(tmp_path: Path) -> None:
+    train = list(read_source("builtin:train", as_prompts=True))
+    heldout = list(read_source("builtin:heldout", as_prompts=True))
+    assert all(isinstance(row, Conversation) and row.category for row in [*train, *heldout])
+    assert len(train) >= 400
+    assert len(heldout) == 40
+    assert not {row.id for row in train} & {row.id for row in heldout}  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="choose from heldout, train"):
+        list(read_source("builtin:other"))
+
+
+def prompt_rows(num: int) -> list[Any]:
+    """Distinct usable rows."""
+    return [
+        {"category": "c", "messages": [{"role": "user", "content": f"Question {i}?"}]} for i in range(num)
+    ]
+
+
+def test_stage_deduplicates_sorts_limits_and_counts(tmp_path: Path) -> None:
+    rows = [*prompt_rows(40), prompt_rows(1)[0], "not json", ""]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    reordered = write_jsonl(tmp_path / "b.jsonl", rows[::-1])
+    for name, path in (("one", source), ("two", reordered)):
+        conversations.run(PromptsConfig(paths=[path], limit=30), tmp_path / name)
+    facts = read_json(tmp_path / "one/manifest.json")["facts"]
+    assert facts == {"rows_read": 42, "kept": 30, "duplicates": 1, "dropped": {"not a JSON object": 1}}
+    assert file_hash(tmp_path / "one/prompts.jsonl") == file_hash(tmp_path / "two/prompts.jsonl")
+    prompts = read_conversations(tmp_path / "one/prompts.jsonl")
+    assert prompts == sorted(prompts, key=lambda prompt: prompt.id)
+    assert prompts[0].category == "c"
+    assert isinstance(prompts[0].messages[0], Message)
+    assert max(Counter(prompt.id for prompt in prompts).values()) == 1
+
+
+def test_stage_refuses_bad_sources_and_leaves_nothing(tmp_path: Path) -> None:
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*prompt_rows(9), {"messages": []}])
+    empty = write_jsonl(tmp_path / "empty.jsonl", [])
+    broken = tmp_path / "broken.json"
+    broken.write_text("[{]")
+    cases = {
+        bad: r"1 of 10 rows cannot be used \(no messages: 1\), first .*bad.jsonl:10 ",
+        empty: "no prompt in",
+        str(broken): "broken.json is not valid JSON",
+        str(tmp_path / "missing.jsonl"): "missing.jsonl does not exist",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ValueError, match=message):
+            conversations.run(PromptsConfig(paths=[path]), tmp_path / "prompts")
+        assert not (tmp_path / "prompts").exists()
+
+
+def test_stage_is_not_repeated_and_notices_a_changed_source(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", prompt_rows(3))
+    config = PromptsConfig(paths=[source])
+    conversations.run(config, tmp_path / "prompts")
+    written = (tmp_path / "prompts/prompts.jsonl").stat().st_mtime_ns
+    conversations.run(config, tmp_path / "prompts")
+    assert (tmp_path / "prompts/prompts.jsonl").stat().st_mtime_ns == written
+    write_jsonl(tmp_path / "a.jsonl", prompt_rows(4))
+    with pytest.raises(ValueError, match="source_hashes"):
+        conversations.run(config, tmp_path / "prompts")

@@ -1,0 +1,159 @@
+"""Numbers of the report, and the stage: resume, refusals, two-turn prompts."""
+
+import dataclasses
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from slipstream.data.config import TargetConfig
+from slipstream.data.files import read_json, write_json
+from slipstream.data.target.resolve import Target, resolve_target
+from slipstream.data.types import Conversation, Message
+from slipstream.drafters.checkpoint_format import (
+    CONFIG,
+    WEIGHTS,
+    serving_config,
+    serving_tensors,
+    write_weights,
+)
+from slipstream.drafters.config import DrafterConfig, resolve_geometry
+from slipstream.drafters.eagle3 import Eagle3Head
+from slipstream.eval import acceptance
+from slipstream.eval.acceptance import PromptResult, measure, read_report, summarise
+from slipstream.eval.config import EvalConfig
+from slipstream.eval.decoder import Round
+from slipstream.eval.report import print_report
+from tests.tiny import make_tiny_target
+
+
+def result(name: str, accepted: list[int], **overrides: Any) -> PromptResult:
+    fields: dict[str, Any] = {
+        "id": name,
+        "category": "code",
+        "rounds": tuple(Round(drafted=3, accepted=a) for a in accepted),
+        "new_tokens": 1 + sum(accepted) + len(accepted),
+        "baseline_new_tokens": 1 + sum(accepted) + len(accepted),
+        "seconds": 1.0,
+        "baseline_seconds": 1.5,
+        "identical": True,
+    }
+    return PromptResult(**{**fields, **overrides})
+
+
+def test_the_worked_example() -> None:
+    report = summarise([result("a", [3, 0]), result("b", [2, 1])], num_draft_tokens=3, is_greedy=True)
+    assert report.acceptance_length == 2.5
+    assert report.acceptance_rate == 0.5
+    assert report.accepted_per_round == 1.5
+    assert report.unconditional_K == (0.75, 0.5, 0.25)
+    assert report.conditional_K == pytest.approx((0.75, 2 / 3, 0.5))
+    assert 1 + sum(report.unconditional_K) == report.acceptance_length
+    assert (report.rounds, report.drafted, report.accepted, report.new_tokens) == (4, 12, 6, 12)
+    assert report.speedup == pytest.approx(1.5)
+    assert report.lossless is True
+
+
+def test_a_short_last_draft_is_no_rejection() -> None:
+    rounds = (Round(drafted=3, accepted=3), Round(drafted=1, accepted=1))
+    report = summarise([result("a", [], rounds=rounds)], num_draft_tokens=3, is_greedy=True)
+    assert report.conditional_K == (1.0, 1.0, 1.0)
+    assert report.unconditional_K == (1.0, 0.5, 0.5)
+    assert report.acceptance_length == 3.0
+
+
+def test_mismatches_and_categories() -> None:
+    results = [result("a", [3]), result("b", [0, 0], category="maths", identical=False)]
+    report = summarise(results, num_draft_tokens=3, is_greedy=True)
+    assert (report.lossless, report.mismatches) == (False, ("b",))
+    assert report.acceptance_length_by_category == {"code": 4.0, "maths": 1.0}
+    sampled = summarise(results, num_draft_tokens=3, is_greedy=False)
+    assert sampled.lossless is None
+    assert "by chance" in sampled.lossless_note
+
+
+def test_report_shows_every_number() -> None:
+    report = summarise([result("a", [3, 0, 2, 1], identical=False)], num_draft_tokens=3, is_greedy=True)
+    console = Console(file=StringIO(), width=120)
+    print_report(report, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for expected in ("2.500", "50.0%", "0.750", "0.667", "1.50x", "NO: 1 answers differ (a)", "code"):
+        assert expected in text
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = make_tiny_target(tmp_path_factory.mktemp("target") / "tiny", tie=False, initializer_range=0.3)
+    return resolve_target(TargetConfig(name=str(folder), device="cpu"))
+
+
+def export(target: Target, folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    geometry = resolve_geometry(DrafterConfig(aux_layers=[2, 4, 6]), target.config.to_dict())
+    geometry = dataclasses.replace(geometry, **overrides)
+    torch.manual_seed(seed)
+    tensors = serving_tensors(
+        Eagle3Head(geometry), d2t_W=torch.empty(0), t2d_V=torch.empty(0), dtype=torch.float32
+    )
+    folder.mkdir()
+    write_json(folder / CONFIG, serving_config(geometry, bos=1, eos=2, dtype=torch.float32))
+    write_weights(folder / WEIGHTS, tensors)
+    return folder
+
+
+def chat(name: str, *texts: str) -> Conversation:
+    return Conversation(
+        id=name, messages=tuple(Message(role="user", content=text) for text in texts), category="x"
+    )
+
+
+CHATS = [chat("p1", "Where?"), chat("p2", "Count.", "And back?"), chat("p3", "Tell me.")]
+CONFIG_16 = EvalConfig(num_draft_tokens=3, max_new_tokens=16)
+
+
+def test_stage_measures_once(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = export(target, tmp_path / "export")
+    report = measure(target, bundle, CONFIG_16, CHATS, tmp_path / "evaluation")
+    assert report.lossless is True
+    assert report.prompts == 3
+    assert report.tokens_per_second > 0
+    assert read_report(tmp_path / "evaluation" / "acceptance.json") == report
+    monkeypatch.setattr(acceptance, "_Player", None)  # nothing is decoded again
+    assert measure(target, bundle, CONFIG_16, CHATS, tmp_path / "evaluation") == report
+
+
+def test_stage_continues_behind_a_torn_line(target: Target, tmp_path: Path) -> None:
+    bundle, folder = export(target, tmp_path / "export"), tmp_path / "evaluation"
+    first = measure(target, bundle, CONFIG_16, CHATS, folder)
+    lines = (folder / "rounds.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "rounds.jsonl").write_bytes(lines[0] + lines[1][:40])
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", {**manifest, "files": None})
+    second = measure(target, bundle, CONFIG_16, CHATS, folder)
+    again = (folder / "rounds.jsonl").read_bytes().splitlines(keepends=True)
+    assert again[0] == lines[0], "a finished prompt is not decoded again"
+    assert [json.loads(line)["id"] for line in again] == ["p1", "p2", "p3"]
+    assert (second.rounds, second.accepted) == (first.rounds, first.accepted)
+    assert second.lossless is True
+
+
+def test_sampled_measurement(target: Target, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG_16, temperature=1.0, top_k=4, max_new_tokens=8)
+    report = measure(target, export(target, tmp_path / "export"), config, CHATS[:1], tmp_path / "evaluation")
+    assert report.lossless is None
+    assert report.acceptance_length >= 1.0
+
+
+def test_refusals(target: Target, tmp_path: Path) -> None:
+    bundle, folder = export(target, tmp_path / "export"), tmp_path / "evaluation"
+    measure(target, bundle, dataclasses.replace(CONFIG_16, max_new_tokens=2), CHATS[:1], folder)
+    with pytest.raises(ValueError, match="max_new_tokens: 2 there, 16 now"):
+        measure(target, bundle, CONFIG_16, CHATS[:1], folder)
+    more = target.config.vocab_size + 1
+    other = export(target, tmp_path / "other", vocab_size=more, draft_vocab_size=more)
+    with pytest.raises(ValueError, match="vocab_size is .* evaluate with the target"):
+        measure(target, other, CONFIG_16, CHATS, tmp_path / "none")
+    assert not (tmp_path / "none").exists()

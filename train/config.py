@@ -1,0 +1,131 @@
+"""Settings of training."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from slipstream.data.config import Dtype
+
+
+class Schedule(Enum):
+    """Shape of the learning rate after warm-up."""
+
+    linear = "linear"
+    cosine = "cosine"
+    constant = "constant"
+
+
+class Loss(Enum):
+    """Loss of a row; formulas in `slipstream.train.losses`."""
+
+    ce = "ce"
+    tv = "tv"
+    lk_lambda = "lk_lambda"
+    lk_alpha = "lk_alpha"
+
+
+class OutsideVocab(Enum):
+    """Rows whose target argmax has no draft id."""
+
+    drop = "drop"
+    renormalise = "renormalise"
+
+
+class WandbMode(Enum):
+    """Weights & Biases; auto: online with a login and a network, else offline."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+@dataclass
+class UnrollConfig:
+    """Training-time test."""
+
+    num_steps: int = 7
+    """K, draft steps a row is unrolled."""
+    step_decay: float = 0.8
+    """Step k weighs step_decay**k."""
+    survival: float = 1.0
+    """Share of the rows that each step hands to the next; below 1 a step that keeps fewer rows
+    weighs them more, so the expected gradient stays that of step_decay."""
+    outside_vocab: OutsideVocab = OutsideVocab.drop
+
+
+@dataclass
+class DeepSpeedConfig:
+    """What the DeepSpeed engine is told."""
+
+    zero_stage: int = 0
+    """0, 1 or 2."""
+    dtype: Dtype = Dtype.float32
+    """float32, or bfloat16 with float32 master weights."""
+
+
+@dataclass
+class WandbConfig:
+    """Where curves go besides metrics.jsonl."""
+
+    mode: WandbMode = WandbMode.auto
+    project: str = "slipstream"
+
+
+@dataclass
+class TrainConfig:
+    """The optimization."""
+
+    epochs: int = 1
+    max_steps: int = 0
+    """Stop after N optimizer steps; 0 runs all epochs."""
+    tokens_per_pack: int = 4096
+    """Tokens packed into one micro-batch of one rank."""
+    packs_per_step: int = 8
+    """Packs of an optimizer step over all ranks: world size times gradient accumulation."""
+    learning_rate: float = 5e-5
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    clip_norm: float = 0.5
+    warmup_share: float = 0.015
+    """Share of the optimizer steps that warm up."""
+    schedule: Schedule = Schedule.linear
+    final_lr_share: float = 0.0
+    """Where the schedule ends, as a share of the peak."""
+    unroll: UnrollConfig = field(default_factory=UnrollConfig)
+    loss: Loss = Loss.ce
+    chunk_rows: int = 2048
+    """Rows whose logits exist at one time."""
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    log_every: int = 10
+    validate_every: int = 200
+    """Optimizer steps; also at the end."""
+    validate_tokens: int = 65536
+    """Tokens of the validation split that are used."""
+    save_every: int = 500
+    """Optimizer steps; also at the end."""
+    keep_checkpoints: int = 2
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def problems(self) -> list[str]:
+        """Every mistake in these settings, one line each."""
+        found = []
+        positive = ("epochs", "tokens_per_pack", "packs_per_step", "chunk_rows", "log_every", "validate_every")
+        for key in (*positive, "save_every", "keep_checkpoints"):
+            if getattr(self, key) < 1:
+                found.append(f"train.{key} must be at least 1")
+        if self.unroll.num_steps < 1:
+            found.append("train.unroll.num_steps must be at least 1")
+        for key in ("step_decay", "survival"):
+            if not 0 < getattr(self.unroll, key) <= 1:
+                found.append(f"train.unroll.{key} must lie in (0, 1]")
+        if self.learning_rate <= 0 or self.clip_norm <= 0:
+            found.append("train.learning_rate and train.clip_norm must be above 0")
+        if len(self.betas) != 2:
+            found.append("train.betas must hold two numbers")
+        if not 0 <= self.warmup_share < 1:
+            found.append("train.warmup_share must lie in [0, 1)")
+        if self.deepspeed.zero_stage not in (0, 1, 2):
+            found.append(f"train.deepspeed.zero_stage={self.deepspeed.zero_stage}: 0, 1 or 2")
+        if self.deepspeed.dtype not in (Dtype.float32, Dtype.bfloat16):
+            found.append("train.deepspeed.dtype must be float32 or bfloat16")
+        return found

@@ -1,0 +1,151 @@
+"""The one place that talks to DeepSpeed and torch.distributed."""
+
+import logging
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slipstream.data.config import Dtype
+from slipstream.train.config import TrainConfig
+
+
+def init_distributed() -> torch.device:
+    """Joins the process group of torchrun (or makes one of a single process).
+
+    Returns:
+        This rank's device.
+    """
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def rank() -> int:
+    """This process among all."""
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return dist.get_world_size()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """All-reduced sum, in place."""
+    dist.all_reduce(values)
+    return values
+
+
+def barrier() -> None:
+    """Waits for every rank."""
+    dist.barrier()
+
+
+def shutdown() -> None:
+    """Leaves the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def deepspeed_settings(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of a recipe.
+
+    Raises:
+        ValueError: packs_per_step cannot be shared by the ranks.
+    """
+    if config.packs_per_step % num_ranks:
+        raise ValueError(
+            f"train.packs_per_step={config.packs_per_step} must be a multiple of the {num_ranks} "
+            f"ranks: set train.packs_per_step={num_ranks * max(config.packs_per_step // num_ranks, 1)}"
+        )
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": config.packs_per_step // num_ranks,
+        "gradient_clipping": config.clip_norm,
+        "zero_optimization": {"stage": config.deepspeed.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": config.deepspeed.dtype is Dtype.bfloat16},
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+class Engine:
+    """A DeepSpeed engine behind five calls: forward, backward, step, save, load."""
+
+    def __init__(self, module: nn.Module, config: TrainConfig, device: torch.device) -> None:
+        """Wraps the module; every rank must hold the same weights."""
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        optimizer = torch.optim.AdamW(
+            _weight_decay_groups(module, config.weight_decay),
+            lr=config.learning_rate,
+            betas=(config.betas[0], config.betas[1]),
+            fused=device.type == "cuda",
+        )
+        self.num_micro_batches = config.packs_per_step // world_size()
+        self._engine, *_ = deepspeed.initialize(
+            model=module.to(device),
+            optimizer=optimizer,
+            config=deepspeed_settings(config, world_size()),
+            dist_init_required=False,
+        )
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Forward pass."""
+        return self._engine(*inputs)
+
+    def backward(self, local_sum: Tensor) -> None:
+        """Accumulates gradients of a sum over rows; DeepSpeed's averaging over ranks and
+        micro-batches is undone, since the row weights already hold the global count."""
+        self._engine.backward(local_sum * (world_size() * self.num_micro_batches))
+
+    def step(self, learning_rate: float) -> None:
+        """Ends a micro-batch; the last one of a step updates the weights."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+
+    def grad_norm(self) -> float | None:
+        """Norm of the last step's gradient before clipping; None where DeepSpeed keeps none (ZeRO-0)."""
+        norm = self._engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def save(self, folder: Path, tag: str) -> None:
+        """Writes model and optimizer states; called on every rank."""
+        self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Reads what `save` wrote; called on every rank."""
+        self._engine.load_checkpoint(str(folder), tag=tag)
+
+
+def _weight_decay_groups(module: nn.Module, weight_decay: float) -> Iterable[dict[str, Any]]:
+    """Norm weights (vectors) are never decayed."""
+    parameters = list(module.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
