@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -148,12 +148,15 @@ class CachedFeeder:
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._pending = self._submit()
 
-    def _submit(self):  # type: ignore[no-untyped-def]
+    def _submit(self) -> "Future[list[DraftBatch]] | None":
         step = next(self._steps, None)
         return None if step is None else self._pool.submit(self._read, *step)
 
     def _read(self, epoch: int, packs: list[list[str]]) -> list[DraftBatch]:
-        return [self._build(packs[i] if i < len(packs) else packs[0][:1], epoch, i < len(packs)) for i in self._mine]
+        return [
+            self._build(packs[i] if i < len(packs) else packs[0][:1], epoch, i < len(packs))
+            for i in self._mine
+        ]
 
     def _build(self, ids: list[str], epoch: int, is_real: bool) -> DraftBatch:
         documents = [align(self._source.load(i), seed=self._seed, epoch=epoch) for i in ids]

@@ -171,8 +171,8 @@ def capture_batch(
     Raises:
         ValueError: a state is not finite in the storage type.
     """
-    base = model.get_decoder()  # type: ignore[no-untyped-call]
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    base = model.get_decoder()
+    head = model.get_output_embeddings()
     device = model.device
     ids = [s.input_ids_T for s in samples]
     ids_BT = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)

@@ -51,7 +51,8 @@ class PromptsConfig:
     """Where the prompts come from."""
 
     paths: list[str] = field(default_factory=list)
-    """JSONL (OpenAI messages), ShareGPT JSON, a hub data set id, or `builtin:NAME` (ours)."""
+    """JSONL (OpenAI messages), ShareGPT JSON, a hub data set id (`id` or
+    `id@split`), or `builtin:NAME` (ours)."""
     split: str = "train"
     """Split of a hub data set."""
     limit: int = 0

@@ -19,7 +19,12 @@ from slipstream.data.progress import say
 from slipstream.data.types import Conversation, Message
 
 PROMPTS_FILE = "prompts.jsonl"
-BUILTIN = {"heldout": ("heldout.jsonl",), "train": ("train_a.jsonl", "train_b.jsonl")}
+BUILTIN = {
+    "heldout": ("heldout.jsonl",),
+    "train": ("train_a.jsonl", "train_b.jsonl"),
+    "toy": ("toy.jsonl",),
+    "toy_heldout": ("toy_heldout.jsonl",),
+}
 """Our own prompts, `builtin:NAME`."""
 ROLES = {
     "system": "system",

@@ -39,8 +39,6 @@ class Job:
     id: str
     prompt: Conversation
     sampling: SampleConfig
-    num_tokens: int
-    """Of all its messages: work is sorted by it."""
     num_turns: int
 
 
@@ -87,11 +85,13 @@ def run(config: RegenerateConfig, target: Target, prompts_folder: Path, folder: 
         return
     with _locked(folder):
         start = time.monotonic()
-        jobs, left_out = plan(config, target, read_conversations(prompts_folder / PROMPTS_FILE))
-        _answer_all(jobs, config, target, folder / ANSWERS_FILE, seed)
+        batches, left_out = plan(config, target, read_conversations(prompts_folder / PROMPTS_FILE))
+        _answer_all(batches, config, target, folder / ANSWERS_FILE, seed)
         facts = _facts(read_answers(folder / ANSWERS_FILE))
         stage.complete([ANSWERS_FILE], **facts, left_out=left_out, seconds=round(time.monotonic() - start, 1))
-        say(f"regenerated  {facts['answers']:,} answers, {facts['tokens']:,} tokens, ends {facts['finish_reasons']}")
+        say(
+            f"regenerated  {facts['answers']:,} answers, {facts['tokens']:,} tokens {facts['finish_reasons']}"
+        )
 
 
 def plan(
@@ -131,8 +131,8 @@ def plan(
     batches = []
     for index, sampling in enumerate(config.samples):
         jobs = [
-            Job(id=f"{prompt.id}-{index}", prompt=prompt, sampling=sampling, num_tokens=size, num_turns=turns)
-            for turns, size, prompt in sized
+            Job(id=f"{prompt.id}-{index}", prompt=prompt, sampling=sampling, num_turns=turns)
+            for turns, _, prompt in sized
         ]
         batches += [jobs[i : i + config.batch_size] for i in range(0, len(jobs), config.batch_size)]
     return batches, dict(left_out)
@@ -206,15 +206,13 @@ class _Answerer:
             )
             for i, answer in zip(rows, answers, strict=True):
                 stop = answer.finish_reason == "stop"
-                text_ids = answer.token_ids[:-1] if stop else answer.token_ids
+                text_ids = list(answer.token_ids[:-1] if stop else answer.token_ids)
                 text = str(self._tokenizer.decode(text_ids, skip_special_tokens=False))
                 turns[i].append(
                     GeneratedTurn(text=text, token_ids=answer.token_ids, finish_reason=answer.finish_reason)
                 )
                 chats[i].append(Message(role="assistant", content=text))
-        return [
-            (job, _line(job, chat, made)) for job, chat, made in zip(batch, chats, turns, strict=True)
-        ]
+        return [(job, _line(job, chat, made)) for job, chat, made in zip(batch, chats, turns, strict=True)]
 
     def _count(self, tokens: int, finished: int) -> None:
         self._tokens += tokens

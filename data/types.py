@@ -5,7 +5,7 @@ layer, D target hidden size, V target vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -149,17 +149,10 @@ class DraftBatch:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "DraftBatch":
         """Moves to a device; the states become `dtype`."""
-        move = {"device": device, "non_blocking": True}
-        return DraftBatch(
-            token_T=self.token_T.to(**move),
-            aux_TLD=self.aux_TLD.to(dtype=dtype, **move),
-            position_T=self.position_T.to(**move),
-            num_live_T=self.num_live_T.to(**move),
-            survival_T=self.survival_T.to(**move),
-            teacher_T=self.teacher_T.to(**move),
-            document_starts=self.document_starts,
-            last_hidden_PD=self.last_hidden_PD.to(dtype=dtype, **move),
-            argmax_P=self.argmax_P.to(**move),
-            logsumexp_P=self.logsumexp_P.to(**move),
-            ids=self.ids,
-        )
+        names = ("token_T", "position_T", "num_live_T", "survival_T", "teacher_T", "argmax_P", "logsumexp_P")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        states = {
+            name: getattr(self, name).to(device, dtype, non_blocking=True)
+            for name in ("aux_TLD", "last_hidden_PD")
+        }
+        return replace(self, **moved, **states)

@@ -21,7 +21,7 @@ class DrafterConfig:
     """The draft head of a recipe; 0 and empty mean: as the target."""
 
     kind: str = "eagle3"
-    """A key of `slipstream.drafters.DRAFTERS`."""
+    """A key of `slipstream.drafters.registry.DRAFTERS`."""
     aux_layers: list[int] = field(default_factory=list)
     """Captured boundaries, boundary b being the state that enters layer b; empty: [2, n//2, n-3]."""
     draft_vocab_size: int = 0
@@ -129,7 +129,7 @@ def resolve_geometry(config: DrafterConfig, target: Mapping[str, Any]) -> DraftG
     kv_heads = config.num_key_value_heads or target.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ValueError(
-            f"drafter.num_attention_heads={heads} must be a multiple of drafter.num_key_value_heads={kv_heads}"
+            f"drafter.num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
         )
     target_head_dim = target.get("head_dim") or target["hidden_size"] // target["num_attention_heads"]
     return DraftGeometry(

@@ -29,7 +29,8 @@ class Rotary(nn.Module):
         cos, sin = self._angles(states_RNH, flat)
         cos, sin = (x.reshape(*position_R.shape, 1, -1) for x in (cos, sin))
         first, second = states_RNH.chunk(2, dim=-1)
-        return states_RNH * cos + torch.cat((-second, first), dim=-1) * sin
+        turned: Tensor = states_RNH * cos + torch.cat((-second, first), dim=-1) * sin
+        return turned
 
 
 def llama_config(geometry: DraftGeometry) -> LlamaConfig:
@@ -94,14 +95,16 @@ class DraftAttention(nn.Module):
 
     def embedding_half(self, name: str, normed_RD: Tensor) -> Tensor:
         """Share of the embedding in projection `name` (q, k or v), [R, N*H]."""
-        weight = self.get_submodule(f"{name}_proj").weight
-        return F.linear(normed_RD, weight[:, : self.hidden_size])
+        return F.linear(normed_RD, self._weight(name)[:, : self.hidden_size])
 
     def add_hidden_half(self, name: str, embedding_half: Tensor, normed_RD: Tensor) -> Tensor:
         """Completes projection `name` of the same rows, [R, N, H]."""
-        weight = self.get_submodule(f"{name}_proj").weight
-        full = embedding_half + F.linear(normed_RD, weight[:, self.hidden_size :])
-        return full.unflatten(-1, (-1, self.head_dim))
+        full: Tensor = embedding_half + F.linear(normed_RD, self._weight(name)[:, self.hidden_size :])
+        heads: Tensor = full.unflatten(-1, (-1, self.head_dim))
+        return heads
+
+    def _weight(self, name: str) -> Tensor:
+        return self.get_parameter(f"{name}_proj.weight")
 
 
 class SwiGLU(nn.Module):

@@ -32,6 +32,8 @@ class Recipe:
     seed: int = 0
     plan: bool = False
     """scripts/pipeline.py prints what it would do and stops."""
+    row: str = "0"
+    """Row that scripts/show_mask.py shows: an id, or a number."""
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)

@@ -11,22 +11,27 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slipstream.data.files import write_text
+from slipstream.data.progress import is_main_process
 from slipstream.recipes.schema import Recipe, nearest_key, register
 
-BAD_INPUT = 2
+BAD_INPUT, INTERRUPTED = 2, 130
 
 
 def command(task: Callable[[Recipe], None]) -> Callable[[], None]:
     """Makes the `main` of a command: `recipe=NAME key=value ...` composes the recipe of `task`."""
     register()
+    failures: list[Exception] = []
 
     @hydra.main(version_base="1.3", config_path="pkg://slipstream.recipes", config_name="pipeline")
     def compose(composed: DictConfig) -> None:
-        recipe: Recipe = OmegaConf.to_object(composed)  # type: ignore[assignment]
-        recipe.check()
-        if int(os.environ.get("RANK", "0")) == 0 and not recipe.plan:
-            _keep(composed, Path(recipe.run_dir))
-        task(recipe)
+        try:
+            recipe: Recipe = OmegaConf.to_object(composed)  # type: ignore[assignment]
+            recipe.check()
+            if is_main_process() and not recipe.plan:
+                write_text(Path(recipe.run_dir) / "recipe.yaml", OmegaConf.to_yaml(composed, resolve=True))
+            task(recipe)
+        except (OmegaConfBaseException, ValueError, OSError) as error:
+            failures.append(error)  # raised here, Hydra would print a line of its own
 
     def main() -> None:
         # Hydra would print its own page and exit with 1.
@@ -34,35 +39,31 @@ def command(task: Callable[[Recipe], None]) -> Callable[[], None]:
         try:
             compose()
         except (HydraException, OmegaConfBaseException) as error:
-            _fail(_explain(error), error)
-        except (ValueError, OSError) as error:
-            _fail(str(error), error)
+            failures.append(error)
         except KeyboardInterrupt:
             print("interrupted: run the same command again to go on", file=sys.stderr)
-            sys.exit(130)
+            sys.exit(INTERRUPTED)
+        if failures:
+            _fail(failures[0])
 
     return main
 
 
-def _keep(composed: DictConfig, run_dir: Path) -> None:
-    write_text(run_dir / "recipe.yaml", OmegaConf.to_yaml(composed, resolve=True))
-
-
 def _explain(error: Exception) -> str:
-    cause = error.__cause__ or error
-    lines = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
-    text = " ".join(dict.fromkeys(lines))
+    """One line; for a mistyped key with the key that was probably meant."""
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+        return str(error)
+    lines = [str(error), *([str(error.__cause__)] if error.__cause__ else [])]
+    text = " ".join(dict.fromkeys(line.strip() for part in lines for line in part.splitlines()))
     quoted = text.split("'")
-    if "Could not override" in text and len(quoted) > 1:
-        wrong = quoted[1]
-        near = nearest_key(wrong)
-        hint = f"did you mean {near}?" if near else "see --help for the keys"
-        return f"unknown key {wrong}: {hint}" if "not in struct" in text or "not in" in text else text
+    if text.startswith("Could not override") and len(quoted) > 1:
+        near = nearest_key(quoted[1])
+        return f"unknown key {quoted[1]}: " + (f"did you mean {near}?" if near else "see --help for the keys")
     return text
 
 
-def _fail(text: str, error: Exception) -> None:
+def _fail(error: Exception) -> None:
     if "SLIPSTREAM_TRACEBACK" in os.environ:
         raise error
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    print(f"error: {' '.join(_explain(error).split())}", file=sys.stderr)
     sys.exit(BAD_INPUT)

@@ -34,12 +34,13 @@ def pipeline(recipe: Recipe) -> None:
     path = run.folder / SECONDS
     seconds: dict[str, float] = read_json(path) if path.exists() else {}
     report: Any = None
-    for name, stage in run.stages().items():
+    stages = run.stages() | {"train": lambda: _train_on_all_gpus(run)}
+    for name, stage in stages.items():
         done = is_complete(run.path(name))
         say(f"-- {name}: {'complete' if done else 'running'}")
         spent = dict(seconds)
         with timed(spent, name):
-            report = _train_on_all_gpus(run) if name == "train" and not done else stage()
+            report = stage()
         if not done:
             seconds = spent
             write_json(path, seconds)
@@ -51,7 +52,7 @@ def _train_on_all_gpus(run: Run) -> None:
     """Trains in this process, or by torchrun where there are several GPUs."""
     import torch
 
-    if torch.cuda.device_count() < 2:
+    if is_complete(run.path("train")) or torch.cuda.device_count() < 2:
         run.train()
         return
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]

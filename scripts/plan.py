@@ -9,8 +9,8 @@ from rich.table import Table
 from slipstream.data.cache import STORAGE_DTYPES, HiddenStateCache
 from slipstream.data.capture import estimate_bytes
 from slipstream.data.files import MANIFEST, read_json
-from slipstream.drafters import DRAFTERS
 from slipstream.drafters.config import DraftGeometry, resolve_geometry
+from slipstream.drafters.registry import DRAFTERS
 from slipstream.scripts.stages import Run, is_complete
 
 COUNTS = {"prompts": "kept", "regenerated": "answers", "tokens": "kept", "hidden_states": "supervised_tokens"}
@@ -39,7 +39,7 @@ def _state(run: Run, name: str) -> tuple[str, str]:
     if not is_complete(folder):
         return "begun", "not known yet"
     facts = read_json(folder / MANIFEST)["facts"]
-    key = COUNTS.get(name)
+    key = COUNTS.get(name, "")
     return "complete", f"{facts[key]:,} {key.replace('_', ' ')}" if key in facts else ""
 
 

@@ -1,4 +1,4 @@
-"""Shows which tokens of a training row are supervised."""
+"""Shows which tokens of a training row are supervised: `scripts/show_mask.py recipe=NAME row=N`."""
 
 from pathlib import Path
 
@@ -8,11 +8,14 @@ from rich.text import Text
 from slipstream.data.target.resolve import Target
 from slipstream.data.tokenize import read_samples
 from slipstream.data.types import TokenizedSample
+from slipstream.recipes.schema import Recipe
+from slipstream.scripts.cli import command
+from slipstream.scripts.stages import Run
 
 SUPERVISED, CONTEXT = "bold black on green", "dim"
 
 
-def show(target: Target, tokens_folder: Path, row: str | int, console: Console) -> None:
+def show(target: Target, tokens_folder: Path, row: str, console: Console) -> None:
     """Prints one row, supervised tokens coloured, special tokens and newlines visible.
 
     Args:
@@ -39,10 +42,23 @@ def show(target: Target, tokens_folder: Path, row: str | int, console: Console) 
     console.print(text)
 
 
-def _find(samples: list[TokenizedSample], row: str | int) -> TokenizedSample:
+def _find(samples: list[TokenizedSample], row: str) -> TokenizedSample:
     by_id = {sample.id: sample for sample in samples}
-    if isinstance(row, str) and row in by_id:
+    if row in by_id:
         return by_id[row]
-    if isinstance(row, int) and 0 <= row < len(samples):
-        return samples[row]
+    if row.isdigit() and int(row) < len(samples):
+        return samples[int(row)]
     raise ValueError(f"row={row}: no such row, give an id or a number below {len(samples)}")
+
+
+def show_mask(recipe: Recipe) -> None:
+    """Shows the row named by the recipe's `row`."""
+    run = Run(recipe)
+    run.require("tokens")
+    show(run.target, run.path("tokens"), recipe.row, Console())
+
+
+main = command(show_mask)
+
+if __name__ == "__main__":
+    main()

@@ -39,6 +39,13 @@ class Run:
             return self.folder / stage / value_hash(plain(self.recipe.eval))[:8]
         return self.folder / stage
 
+    def require(self, stage: str) -> None:
+        """Raises ValueError unless a stage ran to its end."""
+        if not is_complete(self.path(stage)):
+            raise ValueError(
+                f"{self.path(stage)} is not complete: run that stage, or scripts/pipeline.py for all"
+            )
+
     @functools.cached_property
     def target(self) -> "Target":
         """The target, found once."""
@@ -61,7 +68,7 @@ class Run:
         """Lets the target answer the prompts."""
         from slipstream.data import regenerate
 
-        _require(self.path("prompts"))
+        self.require("prompts")
         regenerate.run(
             self.recipe.data.regenerate,
             self.target,
@@ -74,7 +81,7 @@ class Run:
         """Renders the answers with the chat template and marks what the target generated."""
         from slipstream.data import tokenize
 
-        _require(self.path("regenerated"))
+        self.require("regenerated")
         tokenize.run(
             self.recipe.data.tokenize,
             self.target,
@@ -87,7 +94,7 @@ class Run:
         """Chooses the draft vocabulary from the generated tokens."""
         from slipstream.data import vocab_map
 
-        _require(self.path("tokens"))
+        self.require("tokens")
         vocab_map.run(
             self.geometry.draft_vocab_size, self.target, self.path("tokens"), self.path("vocab_map")
         )
@@ -96,7 +103,7 @@ class Run:
         """Caches the target's hidden states."""
         from slipstream.data import capture
 
-        _require(self.path("tokens"))
+        self.require("tokens")
         capture.run(
             self.recipe.data.capture,
             self.target,
@@ -145,7 +152,7 @@ class Run:
         from slipstream.scripts.bundle import write_bundle
         from slipstream.train.checkpoint import latest_checkpoint, read_head
 
-        _require(self.path("train"))
+        self.require("train")
         settings = {
             "train": stage_fingerprint(self.path("train")),
             "dtype": self.recipe.export.dtype.value,
@@ -172,7 +179,7 @@ class Run:
         from slipstream.eval.acceptance import measure
 
         config = self.recipe.eval
-        _require(self.path("export"))
+        self.require("export")
         prompts = PromptsConfig(paths=list(config.prompts), limit=config.limit)
         conversations, _ = load_prompts(prompts)
         return measure(self.target, self.path("export"), config, conversations, self.path("evaluation"))
@@ -224,7 +231,7 @@ class Run:
         )
 
     def _new_head(self, frozen: "FrozenTarget") -> Any:
-        from slipstream.drafters import DRAFTERS
+        from slipstream.drafters.registry import DRAFTERS
 
         head = DRAFTERS[self.recipe.drafter.kind](self.geometry)
         head.initialise(
@@ -246,11 +253,6 @@ def plain(config: Any) -> dict[str, Any]:
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-def _require(folder: Path) -> None:
-    if not is_complete(folder):
-        raise ValueError(f"{folder} is not complete: run the stage before, or scripts/pipeline.py for all")
 
 
 def _torch_dtype(name: str) -> Any:

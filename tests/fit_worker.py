@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
+
 from slipstream.train import checkpoint, engine, trainer
 from slipstream.train.config import Loss, TrainConfig, WandbConfig, WandbMode
 from slipstream.train.ttt import Unroller
-
 from tests.heads import MemorySource, make_frozen, make_geometry, make_head, make_sample
 
 
@@ -25,8 +25,15 @@ def main() -> None:
     stop_after = next((int(o.split("=")[1]) for o in overrides if o.startswith("stop_after=")), 0)
     overrides = [o for o in overrides if not o.startswith("stop_after=")]
     base = TrainConfig(
-        epochs=2, tokens_per_pack=60, packs_per_step=4, learning_rate=3e-3, warmup_share=0.1,
-        log_every=1, validate_every=4, save_every=3, wandb=WandbConfig(mode=WandbMode.disabled),
+        epochs=2,
+        tokens_per_pack=60,
+        packs_per_step=4,
+        learning_rate=3e-3,
+        warmup_share=0.1,
+        log_every=1,
+        validate_every=4,
+        save_every=3,
+        wandb=WandbConfig(mode=WandbMode.disabled),
     )
     merged = OmegaConf.merge(OmegaConf.structured(base), OmegaConf.from_dotlist(overrides))
     config: TrainConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]

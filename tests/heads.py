@@ -64,9 +64,7 @@ def make_frozen(geometry: DraftGeometry, seed: int = 0) -> FrozenTarget:
     )
 
 
-def make_sample(
-    name: str, mask: list[int], *, geometry: DraftGeometry, seed: int = 0
-) -> HiddenStateSample:
+def make_sample(name: str, mask: list[int], *, geometry: DraftGeometry, seed: int = 0) -> HiddenStateSample:
     """A document with random states and the given generated-token mask."""
     generator = torch.Generator().manual_seed(seed + 7)
     loss_mask = torch.tensor(mask, dtype=torch.bool)

@@ -109,7 +109,14 @@ class TrainConfig:
     def problems(self) -> list[str]:
         """Every mistake in these settings, one line each."""
         found = []
-        positive = ("epochs", "tokens_per_pack", "packs_per_step", "chunk_rows", "log_every", "validate_every")
+        positive = (
+            "epochs",
+            "tokens_per_pack",
+            "packs_per_step",
+            "chunk_rows",
+            "log_every",
+            "validate_every",
+        )
         for key in (*positive, "save_every", "keep_checkpoints"):
             if getattr(self, key) < 1:
                 found.append(f"train.{key} must be at least 1")

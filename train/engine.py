@@ -99,6 +99,8 @@ class Engine:
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        # A kernel of inference that DeepSpeed would compile for minutes at the first start on a CPU.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = torch.optim.AdamW(
             _weight_decay_groups(module, config.weight_decay),
             lr=config.learning_rate,
@@ -118,8 +120,11 @@ class Engine:
         return self._engine(*inputs)
 
     def backward(self, local_sum: Tensor) -> None:
-        """Accumulates gradients of a sum over rows; DeepSpeed's averaging over ranks and
-        micro-batches is undone, since the row weights already hold the global count."""
+        """Accumulates the gradient of a sum over rows.
+
+        DeepSpeed's averaging over ranks and micro-batches is undone, since the row weights already
+        hold the global count.
+        """
         self._engine.backward(local_sum * (world_size() * self.num_micro_batches))
 
     def step(self, learning_rate: float) -> None:

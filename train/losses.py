@@ -56,17 +56,18 @@ def row_losses(kind: Loss, logits_RW: Tensor, prob_RW: Tensor, mass_R: Tensor) -
     """
     log_q = torch.log_softmax(logits_RW.float(), dim=-1)
     prob_RW = prob_RW.float()
-    cross_entropy_R = -(prob_RW * log_q).sum(-1)
+    cross_entropy_R: Tensor = -(prob_RW * log_q).sum(-1)
     if kind is Loss.ce:
         return cross_entropy_R
-    alpha_R = torch.minimum(prob_RW * mass_R[:, None], log_q.exp()).sum(-1)
+    alpha_R: Tensor = torch.minimum(prob_RW * mass_R[:, None], log_q.exp()).sum(-1)
     if kind is Loss.tv:
         return 1 - alpha_R
     if kind is Loss.lk_alpha:
         return -alpha_R.clamp_min(1e-6).log()
     entropy_R = -torch.special.xlogy(prob_RW, prob_RW).sum(-1)
     weight_R = torch.exp(-LK_ETA * alpha_R.detach())
-    return weight_R * (cross_entropy_R - entropy_R) - (1 - weight_R) * (alpha_R - 1)
+    hybrid_R: Tensor = weight_R * (cross_entropy_R - entropy_R) - (1 - weight_R) * (alpha_R - 1)
+    return hybrid_R
 
 
 class HeadLoss(NamedTuple):
@@ -88,7 +89,7 @@ class _FusedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         final_RD: Tensor,
         weight_WD: Tensor,
@@ -121,7 +122,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         return (loss_R * row_weight_R).sum(), loss_R, torch.cat(correct)
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_final, grad_weight = ctx.saved_tensors
         return grad_final * grad_total, grad_weight * grad_total, None, None, None, None, None
 
@@ -148,5 +149,7 @@ def head_loss(
         chunk_rows: rows whose logits exist at one time.
     """
     return HeadLoss(
-        *_FusedHeadLoss.apply(final_RD, weight_WD, teacher, teacher_R, row_weight_R, kind, chunk_rows)
+        *_FusedHeadLoss.apply(  # type: ignore[no-untyped-call]
+            final_RD, weight_WD, teacher, teacher_R, row_weight_R, kind, chunk_rows
+        )
     )

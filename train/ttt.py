@@ -60,20 +60,17 @@ class UnrollPlan:
         return UnrollPlan(steps=moved, count_K=self.count_K)
 
 
-def plan_unroll(
-    batch: DraftBatch, *, draft_ids_V: Tensor, config: UnrollConfig, survival: float
-) -> UnrollPlan:
+def plan_unroll(batch: DraftBatch, *, draft_ids_V: Tensor, config: UnrollConfig) -> UnrollPlan:
     """Chooses the rows of every step.
 
-    Row t is unrolled at step k when it counts there and `survival_T[t] < survival**k`, which
+    Row t is unrolled at step k when it counts there and `survival_T[t] < config.survival**k`, which
     nests the subsets. A row carries loss unless its target argmax lies outside the draft
     vocabulary and `config.outside_vocab` is drop.
 
     Args:
         batch: on the CPU.
         draft_ids_V: draft id of every target id, -1 without one.
-        config: unroll settings.
-        survival: 1.0 keeps every row (validation).
+        config: unroll settings; survival 1.0 keeps every row.
     """
     num_live, draw = batch.num_live_T.numpy(), batch.survival_T.numpy()
     teacher = batch.teacher_T.numpy()
@@ -85,9 +82,9 @@ def plan_unroll(
     for k in range(config.num_steps):
         live = np.flatnonzero(num_live > k)
         counts.append(float(known_P[teacher[live + k]].sum()))
-        rows = live[draw[live] < survival**k]
+        rows = live[draw[live] < config.survival**k]
         if rows.size == 0:
-            break
+            continue  # subsets are nested, so the steps that compute something stay contiguous
         bounds = np.searchsorted(rows, starts)
         segments = [
             (int(a), int(b), int(starts[d]), int(rows[b - 1]) + 1)
@@ -103,7 +100,6 @@ def plan_unroll(
             )
         )
         previous = rows
-    counts += [0.0] * (config.num_steps - len(counts))
     return UnrollPlan(steps=steps, count_K=torch.tensor(counts, dtype=torch.float64))
 
 
@@ -203,9 +199,7 @@ class Unroller(nn.Module):
         )
 
 
-def unroll(
-    head: Eagle3Head, batch: DraftBatch, plan: UnrollPlan, embedding_VD: Tensor
-) -> list[Tensor]:
+def unroll(head: Eagle3Head, batch: DraftBatch, plan: UnrollPlan, embedding_VD: Tensor) -> list[Tensor]:
     """Final states of the head at every step, [R_k, D] each.
 
     Step 0 fuses the target's states. At step k >= 1 a row feeds its own carried state and the

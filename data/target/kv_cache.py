@@ -13,14 +13,16 @@ MIN_CAPACITY = 64
 """Tokens of the first allocation."""
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _Layer(CacheLayerMixin):
     """Keys and values of one layer: the first `length` tokens of the first `rows` rows count."""
 
+    keys: Tensor
+    values: Tensor
     is_sliding = False
     is_croppable = True
 
     def __init__(self, capacity: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.capacity, self.length, self.rows = capacity, 0, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -51,10 +53,13 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def _grow(self, needed: int) -> None:
         self.capacity = max(2 * self.capacity, needed)
-        for name, old_BNCH in (("keys", self.keys), ("values", self.values)):
-            new_BNCH = self._allocate(old_BNCH)
-            new_BNCH[:, :, : self.length] = old_BNCH[: self.rows, :, : self.length]
-            setattr(self, name, new_BNCH)
+        self._move(self.keys[: self.rows], self.values[: self.rows])
+
+    def _move(self, *old: Tensor) -> None:
+        """Allocates anew for keys and values and copies what is filled."""
+        self.keys, self.values = (self._allocate(old_BNTH) for old_BNTH in old)
+        for new_BNCH, old_BNTH in zip((self.keys, self.values), old, strict=True):
+            new_BNCH[:, :, : self.length] = old_BNTH[:, :, : self.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the next `query_length` tokens will see."""
@@ -68,6 +73,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         """-1: grows without limit."""
         return -1
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Gives every row `repeats` times: one common prefix becomes a batch."""
+        filled = [states_BNCH[: self.rows, :, : self.length] for states_BNCH in (self.keys, self.values)]
+        self.rows *= repeats
+        self._move(*(states_BNTH.repeat_interleave(repeats, dim=0) for states_BNTH in filled))
+
     def keep_rows(self, moves: tuple[Tensor, Tensor], rows: int) -> None:
         """Copies rows `moves[0]` onto rows `moves[1]`, then forgets all but the first `rows`."""
         source, destination = moves
@@ -78,7 +89,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.rows = rows
 
 
-class PreallocatedCache(Cache):  # type: ignore[misc]
+class PreallocatedCache(Cache):
     """Cache of a decoder: appends in place, drops a tail or rows at no cost.
 
     Sliding-window layers keep everything, so that a tail can be dropped; the mask limits what
@@ -92,13 +103,15 @@ class PreallocatedCache(Cache):  # type: ignore[misc]
             num_layers: `config.num_hidden_layers`.
             capacity: tokens to allocate at first; more are allocated by doubling.
         """
-        super().__init__(layers=[_Layer(capacity) for _ in range(num_layers)])
+        self._own_layers = [_Layer(capacity) for _ in range(num_layers)]
+        super().__init__(layers=list(self._own_layers))
 
     def crop(self, length: int) -> None:
-        """Keeps the first `length` tokens. (In transformers' own caches: how many to remove.)"""
-        for layer in self.layers:
+        """Keeps the first `length` tokens (transformers' own caches take how many to remove)."""
+        for layer in self._own_layers:
             layer.length = min(layer.length, length)
 
+    @torch.inference_mode()
     def keep_rows(self, indices: Tensor) -> None:
         """Row i becomes the old row `indices[i]`; the others are forgotten.
 
@@ -107,5 +120,5 @@ class PreallocatedCache(Cache):  # type: ignore[misc]
         place = torch.arange(indices.numel(), device=indices.device)
         destination = (indices != place).nonzero()[:, 0]
         moves = (indices[destination], destination)
-        for layer in self.layers:
+        for layer in self._own_layers:
             layer.keep_rows(moves, indices.numel())

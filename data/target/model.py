@@ -43,7 +43,9 @@ def folded_attention(
     num_new = query.shape[2]
     is_unmasked_prefill = attention_mask is None and num_new > 1
     if is_unmasked_prefill or num_new > FOLD_LIMIT or kwargs.get("position_bias") is not None:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
         return output, None
     batch, heads, _, size = query.shape
     num_kv, length = key.shape[1], key.shape[2]
@@ -68,7 +70,9 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """True/False becomes 0/lowest. Not -inf: rows of padding see nothing and must stay finite."""
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, torch.finfo(dtype).min
+    )
 
 
 AttentionInterface.register(ATTENTION, folded_attention)
@@ -117,8 +121,9 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> PreTr
     # A model that transformers would not run with sdpa (attention sinks) keeps its own attention.
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
-    model.to(device).eval().requires_grad_(False)
-    pack_linears(model)
+    module: nn.Module = model
+    module.to(device).eval().requires_grad_(False)
+    pack_linears(module)
     return model
 
 

@@ -5,16 +5,19 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from slipstream.data.config import Dtype, TargetConfig
 from slipstream.data.progress import say
 from slipstream.data.target.model import load_model
+
+TOY = "toy"
+"""Name of the model that is made on the spot."""
 
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Configuration, tokenizer and chat template."""
@@ -41,7 +44,8 @@ class Target:
 
     @functools.cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        tokenizer = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        tokenizer = cast(PreTrainedTokenizerFast, found)
         if not tokenizer.chat_template:
             raise ValueError(
                 f"target.name={self.name} has no chat template: name an instruct model, or add "
@@ -73,10 +77,13 @@ def resolve_target(config: TargetConfig) -> Target:
         model_config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"target.name={config.name}: {path} holds no readable model config ({reason})") from None
+        raise ValueError(
+            f"target.name={config.name}: {path} holds no readable model config ({reason})"
+        ) from None
     if not list(path.glob("*.safetensors")):
         raise ValueError(f"target.name={config.name}: {path} holds no *.safetensors file")
     text_config = model_config.get_text_config(decoder=True)
+    _check_geometry(config, text_config)
     device = _device(config.device)
     return Target(
         name=config.name,
@@ -88,7 +95,20 @@ def resolve_target(config: TargetConfig) -> Target:
     )
 
 
+def _check_geometry(config: TargetConfig, found: PreTrainedConfig) -> None:
+    values = found.to_dict()
+    wrong = [
+        f"{key} is {values.get(key)}, and target.geometry.{key} says {wanted}"
+        for key, wanted in config.geometry.items()
+        if values.get(key) != wanted
+    ]
+    if wrong:
+        raise ValueError(f"target.name={config.name}: {'; '.join(wrong)}: correct the recipe or the name")
+
+
 def _find(config: TargetConfig) -> Path:
+    if config.name == TOY:
+        return toy_target()
     folder = Path(config.name).expanduser()
     if folder.is_dir():
         return folder
@@ -101,7 +121,7 @@ def _find(config: TargetConfig) -> Path:
             revision=config.revision,
             allow_patterns=[*TEXT_FILES, *weights],
             ignore_patterns=["*/*"],
-            etag_timeout=HUB_TIMEOUT,
+            local_files_only=not _hub_answers(config),
         )
         return Path(found)
     except LocalEntryNotFoundError:
@@ -117,6 +137,17 @@ def _find(config: TargetConfig) -> Path:
             f"target.name={config.name} (target.revision={config.revision}): the hub refuses ({reason}): "
             f"check the name, log in with `hf auth login` for a gated model, or give a local folder"
         ) from None
+
+
+def _hub_answers(config: TargetConfig) -> bool:
+    """Whether the hub can be reached; asked once, as a download would wait and try for minutes."""
+    try:
+        model_info(config.name, revision=config.revision, timeout=HUB_TIMEOUT)
+    except (HfHubHTTPError, HFValidationError):
+        raise
+    except Exception:  # the classes of network errors belong to the hub client's HTTP library
+        return False
+    return True
 
 
 def offline_target(package: str) -> Path:
@@ -135,6 +166,14 @@ def offline_target(package: str) -> Path:
     return folder
 
 
+def toy_target() -> Path:
+    """The toy model, made on first use; see `slipstream.data.target.toy`."""
+    from slipstream.data.target.toy import build_toy_target
+
+    folder = cache_folder() / "targets" / TOY
+    return folder if folder.is_dir() else build_toy_target(folder, seed=0)
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: SLIPSTREAM_CACHE, else ~/.cache/slipstream."""
     return Path(os.environ.get("SLIPSTREAM_CACHE", "~/.cache/slipstream")).expanduser()
@@ -150,9 +189,10 @@ def _device(name: str) -> torch.device:
 
 def _dtype(chosen: Dtype, device: torch.device, config: PreTrainedConfig) -> torch.dtype:
     if chosen is not Dtype.auto:
-        dtype: torch.dtype = getattr(torch, chosen.value)
-        return dtype
-    return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
+        return cast(torch.dtype, getattr(torch, chosen.value))
+    if device.type == "cpu":
+        return torch.float32
+    return cast(torch.dtype, config.dtype or torch.bfloat16)
 
 
 def _fingerprint(path: Path) -> str:
@@ -164,7 +204,8 @@ def _fingerprint(path: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
-            digest.update(stream.read(8 + int.from_bytes(stream.read(8), "little")))
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(header_bytes))
             for i in range(NUM_SAMPLED_BLOCKS):
                 stream.seek(i * size // NUM_SAMPLED_BLOCKS)
                 digest.update(stream.read(BLOCK_BYTES))

@@ -18,6 +18,17 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 """Where decoder tensors live: a plain model, then wrappers for images and others."""
 
+SCALE_MINUS_ONE = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
+"""Model types whose RMSNorm multiplies by 1 + weight."""
+
 HEAD_PREFIXES = ("", "language_model.", "model.language_model.", "model.")
 
 
@@ -45,8 +56,8 @@ def read_target_head(target: Target) -> TargetHeadWeights:
     files = _files_by_name(target.path)
     embedding_VD = _read(files, [f"{p}embed_tokens.weight" for p in PREFIXES], target.path)
     norm_D = _read(files, [f"{p}norm.weight" for p in PREFIXES], target.path)
-    if target.config.model_type.startswith("gemma"):
-        norm_D = norm_D + 1  # Gemma stores the scale minus one.
+    if target.config.model_type in SCALE_MINUS_ONE:
+        norm_D = norm_D + 1
     tied = bool(target.config.tie_word_embeddings)
     lm_head_VD = embedding_VD
     if not tied:

@@ -1,12 +1,14 @@
 """The module that trains is the module that decodes: unrolled logits equal step-by-step logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+
 from slipstream.data.batches import align, pack
 from slipstream.drafters.layers import DraftCache
 from slipstream.train.config import OutsideVocab, UnrollConfig
 from slipstream.train.ttt import plan_unroll, unroll
-
 from tests.heads import make_frozen, make_geometry, make_head, make_sample
 
 NUM_STEPS = 7
@@ -21,10 +23,16 @@ FLAGS = [
     {"fc_norm": True, "norm_output": True},
     {"norm_before_fc": True},
     {"norm_before_residual": True},
-    {"rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-    }},
+    {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
 ]
 
 
@@ -36,7 +44,7 @@ def test_unrolled_logits_equal_cached_decoding(flags: dict[str, object], surviva
     samples = [make_sample(str(i), m, geometry=geometry, seed=i) for i, m in enumerate(MASKS)]
     batch = pack([align(sample, seed=0, epoch=0) for sample in samples])
     config = UnrollConfig(num_steps=NUM_STEPS, outside_vocab=OutsideVocab.renormalise)
-    plan = plan_unroll(batch, draft_ids_V=frozen.draft_ids_V, config=config, survival=survival)
+    plan = plan_unroll(batch, draft_ids_V=frozen.draft_ids_V, config=replace(config, survival=survival))
     compared = 0
     with torch.no_grad():
         finals = unroll(head, batch, plan, frozen.embedding_VD)
@@ -56,8 +64,10 @@ def _decode(head, sample, embedding_VD, t: int, k: int) -> torch.Tensor:  # type
     cache = DraftCache(1, 64, head.geometry, torch.device("cpu"), torch.float32)
     ids = sample.input_ids_T
     carried, final = head(
-        embedding_VD[ids[1 : t + 2]][None], head.fuse(sample.aux_TLD[: t + 1])[None],
-        torch.arange(t + 1)[None], cache,
+        embedding_VD[ids[1 : t + 2]][None],
+        head.fuse(sample.aux_TLD[: t + 1])[None],
+        torch.arange(t + 1)[None],
+        cache,
     )
     carried, final = carried[:, -1:], final[:, -1:]
     for j in range(1, k + 1):

@@ -306,9 +306,9 @@ def test_show_mask_marks_what_is_supervised(tmp_path: Path) -> None:
     tokenize.run(TokenizeConfig(), target, answers, tmp_path / "tokens", 0.0)
     console = Console(record=True, width=200, force_terminal=True, file=(tmp_path / "out").open("w"))
     show(target, tmp_path / "tokens", "p000-1", console)
-    show(target, tmp_path / "tokens", 0, console)
+    show(target, tmp_path / "tokens", "0", console)
     shown = console.export_text()
     assert "row p000-1: 30 tokens, 15 supervised" in shown
     assert "<|e|>\\n\n<|assistant|>Answer 1" in shown
     with pytest.raises(ValueError, match="row=7: no such row"):
-        show(target, tmp_path / "tokens", 7, console)
+        show(target, tmp_path / "tokens", "7", console)

@@ -1,0 +1,31 @@
+"""Settings and targets shared by all tests."""
+
+import os
+from pathlib import Path
+
+# Before torch is imported, here and in every command a test starts.
+os.environ |= {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "offline",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.tiny import make_tiny_target, train_tiny_target
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a small Llama with random weights; not to be written to."""
+    return make_tiny_target(tmp_path_factory.mktemp("random") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def trained_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a small Llama that answers and stops; not to be written to."""
+    return train_tiny_target(tmp_path_factory.mktemp("trained") / "tiny")
