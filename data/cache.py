@@ -11,6 +11,7 @@ A shard holds the rows (documents) of some forward passes one after another, wit
 | argmax      | [P]         | int32   | supervised |
 | logsumexp   | [P]         | float32 | supervised |
 
+The stage's manifest tells the target, the captured layers and the storage type.
 `shard-00000.json` beside a shard says that it is whole and which rows it holds; `index.json` is
 put together from these, so an interrupted capture continues behind the last whole shard.
 """
@@ -47,50 +48,14 @@ class RowInfo:
     num_supervised: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CacheGeometry:
-    """What every row of a cache has in common."""
-
-    aux_layers: tuple[int, ...]
-    """Boundary indices of the captured states, in the order of the L axis."""
-    hidden_size: int
-    dtype: Dtype
-    """Storage type of the states."""
-
-    @property
-    def num_aux(self) -> int:
-        """L, the number of captured states of a token."""
-        return len(self.aux_layers)
-
-    def to_json(self) -> dict[str, Any]:
-        """The form stored in the index."""
-        return {
-            "num_aux": self.num_aux,
-            "hidden_size": self.hidden_size,
-            "dtype": self.dtype.value,
-            "aux_layers": list(self.aux_layers),
-        }
-
-
 class HiddenStateSource(Protocol):
     """Gives documents with the target's states: a cache on disk, or a live target."""
 
     def rows(self, split: str) -> list[RowInfo]:
         """The documents of a split, always in the same order."""
-        ...
 
     def load(self, id: str) -> HiddenStateSample:
         """One document."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a row lies."""
-
-    shard: str
-    tokens: slice
-    supervised: slice
 
 
 def shard_name(number: int) -> str:
@@ -101,9 +66,9 @@ def shard_name(number: int) -> str:
 class CacheWriter:
     """Writes the shards of one cache, then its index."""
 
-    def __init__(self, folder: Path, geometry: CacheGeometry) -> None:
+    def __init__(self, folder: Path) -> None:
         """Opens the folder and removes the half-written shards of a killed run."""
-        self.folder, self.geometry = folder, geometry
+        self.folder = folder
         for leftover in folder.glob(".shard-*.tmp"):
             leftover.unlink()
 
@@ -115,7 +80,7 @@ class CacheWriter:
         recorded: str = read_json(path.with_suffix(".json"))["sha256"]
         return file_hash(path) == recorded
 
-    def write(self, number: int, rows: Sequence[RowInfo], samples: Sequence[HiddenStateSample]) -> None:
+    def write(self, number: int, samples: Sequence[HiddenStateSample], splits: Sequence[str]) -> None:
         """Writes one shard and, once it is whole, the record that names its rows."""
         path = self.folder / shard_name(number)
         tensors = {
@@ -129,31 +94,22 @@ class CacheWriter:
         with atomic_path(path) as temporary:
             # No metadata: safetensors writes it in random order, and equal runs give equal bytes.
             save_file(tensors, temporary)
-        entries, token, supervised = [], 0, 0
-        for row in rows:
-            entries.append(
-                dataclasses.asdict(row)
-                | {"shard": path.name, "first_token": token, "first_supervised": supervised}
-            )
-            token += row.num_tokens
-            supervised += row.num_supervised
+        entries: list[dict[str, Any]] = []
+        token = supervised = 0
+        for sample, split in zip(samples, splits, strict=True):
+            sizes = {"num_tokens": len(sample.input_ids_T), "num_supervised": len(sample.argmax_P)}
+            place = {"shard": path.name, "first_token": token, "first_supervised": supervised}
+            entries.append({"id": sample.id, "split": split, **sizes, **place})
+            token, supervised = token + sizes["num_tokens"], supervised + sizes["num_supervised"]
         record = {"sha256": file_hash(path), "bytes": path.stat().st_size, "rows": entries}
         write_json(path.with_suffix(".json"), record)
 
     def finish(self, num_shards: int) -> list[str]:
         """Writes the index of shards 0 .. num_shards - 1; returns the names of all outputs."""
         names = [shard_name(number) for number in range(num_shards)]
-        records = {name: read_json((self.folder / name).with_suffix(".json")) for name in names}
-        rows = [row for record in records.values() for row in record["rows"]]
-        index = {
-            "format": FORMAT,
-            "geometry": self.geometry.to_json(),
-            "shards": {
-                name: {"sha256": record["sha256"], "bytes": record["bytes"]}
-                for name, record in records.items()
-            },
-            "rows": sorted(rows, key=lambda row: row["id"]),
-        }
+        shards = {name: read_json((self.folder / name).with_suffix(".json")) for name in names}
+        rows = [row for shard in shards.values() for row in shard.pop("rows")]
+        index = {"format": FORMAT, "shards": shards, "rows": sorted(rows, key=lambda row: row["id"])}
         write_json(self.folder / INDEX, index)
         return [*names, INDEX]
 
@@ -167,29 +123,29 @@ class HiddenStateCache:
         Raises:
             ValueError: no index, another format, a shard missing or of the wrong size.
         """
-        self.folder = folder
         index = read_json(folder / INDEX)
         if index["format"] != FORMAT:
             raise ValueError(
                 f"{folder / INDEX} has format {index['format']!r}, this version reads {FORMAT!r}: "
                 f"delete {folder} and capture again"
             )
-        for name, entry in index["shards"].items():
-            _check_shard(folder / name, entry["bytes"])
-        geometry = index["geometry"]
-        self.geometry = CacheGeometry(
-            aux_layers=tuple(geometry["aux_layers"]),
-            hidden_size=geometry["hidden_size"],
-            dtype=Dtype(geometry["dtype"]),
-        )
-        keys = [f.name for f in dataclasses.fields(RowInfo)]
-        self._rows = [RowInfo(**{key: row[key] for key in keys}) for row in index["rows"]]
-        self._places = {row["id"]: _place(row) for row in index["rows"]}
+        for name, shard in index["shards"].items():
+            found = (folder / name).stat().st_size if (folder / name).is_file() else None
+            if found != shard["bytes"]:
+                state = "is missing" if found is None else f"has {found} bytes, not {shard['bytes']}"
+                raise ValueError(
+                    f"{folder / name} {state}: run the hidden_states stage again, it makes only this "
+                    f"shard anew"
+                )
+        self._folder = folder
+        self._entries: dict[str, dict[str, Any]] = {row["id"]: row for row in index["rows"]}
         self._shards: dict[str, Any] = {}
 
     def rows(self, split: str) -> list[RowInfo]:
         """The documents of a split, ordered by id."""
-        return [row for row in self._rows if row.split == split]
+        keys = [field.name for field in dataclasses.fields(RowInfo)]
+        entries = [entry for entry in self._entries.values() if entry["split"] == split]
+        return [RowInfo(**{key: entry[key] for key in keys}) for entry in entries]
 
     def load(self, id: str) -> HiddenStateSample:
         """One document.
@@ -197,32 +153,18 @@ class HiddenStateCache:
         Raises:
             KeyError: the cache holds no such id.
         """
-        place = self._places[id]
-        if place.shard not in self._shards:
-            self._shards[place.shard] = safe_open(self.folder / place.shard, framework="pt")
-        shard = self._shards[place.shard]
+        row = self._entries[id]
+        if row["shard"] not in self._shards:
+            self._shards[row["shard"]] = safe_open(self._folder / row["shard"], framework="pt")
+        shard = self._shards[row["shard"]]
+        tokens = slice(row["first_token"], row["first_token"] + row["num_tokens"])
+        supervised = slice(row["first_supervised"], row["first_supervised"] + row["num_supervised"])
         return HiddenStateSample(
             id=id,
-            input_ids_T=shard.get_slice("input_ids")[place.tokens].long(),
-            loss_mask_T=shard.get_slice("loss_mask")[place.tokens],
-            aux_TLD=shard.get_slice("aux")[place.tokens],
-            last_hidden_PD=shard.get_slice("last_hidden")[place.supervised],
-            argmax_P=shard.get_slice("argmax")[place.supervised].long(),
-            logsumexp_P=shard.get_slice("logsumexp")[place.supervised],
+            input_ids_T=shard.get_slice("input_ids")[tokens].long(),
+            loss_mask_T=shard.get_slice("loss_mask")[tokens],
+            aux_TLD=shard.get_slice("aux")[tokens],
+            last_hidden_PD=shard.get_slice("last_hidden")[supervised],
+            argmax_P=shard.get_slice("argmax")[supervised].long(),
+            logsumexp_P=shard.get_slice("logsumexp")[supervised],
         )
-
-
-def _check_shard(path: Path, num_bytes: int) -> None:
-    found = path.stat().st_size if path.is_file() else None
-    if found != num_bytes:
-        state = "is missing" if found is None else f"has {found} bytes, not {num_bytes}"
-        raise ValueError(f"{path} {state}: run the hidden_states stage again, it makes only this shard anew")
-
-
-def _place(row: dict[str, Any]) -> _Place:
-    token, supervised = row["first_token"], row["first_supervised"]
-    return _Place(
-        row["shard"],
-        slice(token, token + row["num_tokens"]),
-        slice(supervised, supervised + row["num_supervised"]),
-    )

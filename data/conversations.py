@@ -4,6 +4,7 @@ A row is used in one of two ways. As a *prompt*, its assistant turns are removed
 answers the system and user turns itself. *As it is*, it must alternate user and assistant.
 """
 
+import contextlib
 import hashlib
 import json
 from collections import Counter
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.data.config import PromptsConfig
-from slipstream.data.files import MANIFEST, Stage, atomic_path, file_hash
+from slipstream.data.files import Stage, append_jsonl, atomic_path, file_hash, read_json, read_jsonl
 from slipstream.data.progress import say
 from slipstream.data.types import Conversation, Message
 
@@ -28,13 +29,8 @@ BUILTIN = {
 """Our own prompts, `builtin:NAME`."""
 ROLES = {
     "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
 }
 """Role names of the OpenAI and ShareGPT forms."""
 
@@ -65,13 +61,7 @@ def content_id(messages: Iterable[Message]) -> str:
 def read_source(
     path: str, split: str = "train", *, as_prompts: bool = False
 ) -> Iterator[Conversation | Dropped]:
-    """Reads one source row by row.
-
-    Args:
-        path: OpenAI messages JSONL, ShareGPT JSON or JSONL, `builtin:NAME`, or a data set id
-            (`id@split` names its own split).
-        split: split of a data set.
-        as_prompts: remove assistant turns, so that the target answers every user turn.
+    """Reads one source row by row: a path as in `PromptsConfig.paths`.
 
     Raises:
         ValueError: the source as a whole cannot be read.
@@ -108,20 +98,15 @@ def source_files(path: str) -> list[Path] | None:
 def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as stream:
         if file.suffix == ".json" and stream.read(64).lstrip().startswith(b"["):
-            try:
-                rows = json.loads(file.read_bytes())
-            except ValueError as error:
-                raise ValueError(f"data.prompts.paths: {file} is not valid JSON ({error})") from None
-            yield from ((f"{file}:row {i}", row) for i, row in enumerate(rows, 1))
+            yield from ((f"{file}:row {i}", row) for i, row in enumerate(read_json(file), 1))
             return
         stream.seek(0)
         for i, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                yield f"{file}:{i}", json.loads(line)
-            except ValueError:
-                yield f"{file}:{i}", None
+            row = None
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+            if line.strip():
+                yield f"{file}:{i}", row
 
 
 def _hub_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
@@ -151,23 +136,24 @@ def _conversation(row: Any, *, as_prompts: bool) -> Conversation:
     if all(m.role != "user" for m in messages):
         raise BadRowError("no user turn")
     kept = tuple(m for m in messages if m.role != "assistant") if as_prompts else _alternating(messages)
-    category = row.get("category")
-    return Conversation(
-        id=content_id(kept), messages=kept, category=category if isinstance(category, str) else ""
-    )
+    return Conversation(id=content_id(kept), messages=kept, category=str(row.get("category") or ""))
 
 
 def _message(turn: Any) -> Message:
     if not isinstance(turn, Mapping):
         raise BadRowError("message is not an object")
-    role, content = (
-        (turn["from"], turn.get("value")) if turn.get("from") else (turn.get("role"), turn.get("content"))
-    )
+    keys = ("from", "value") if turn.get("from") else ("role", "content")
+    role, content = str(turn.get(keys[0])), turn.get(keys[1])
     if role not in ROLES:
         raise BadRowError("unknown role")
     if content is None:
         raise BadRowError("null content")
-    text = content if isinstance(content, str) else _joined_parts(content)
+    # Either text or parts: [{"type": "text", "text": ...}, ...]
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise BadRowError("content is not text")
+    text = "".join(map(str, texts))
     if not text.strip():
         raise BadRowError("empty content")
     try:
@@ -177,34 +163,20 @@ def _message(turn: Any) -> Message:
     return Message(role=ROLES[role], content=text)
 
 
-def _joined_parts(content: Any) -> str:
-    """Text of a content given as `[{"type": "text", "text": ...}, ...]`."""
-    if not isinstance(content, Sequence):
-        raise BadRowError("content is not text")
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    strings = [text for text in texts if isinstance(text, str)]
-    if len(strings) != len(texts):
-        raise BadRowError("content is not text")
-    return "".join(strings)
-
-
 def _alternating(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The chat up to its last assistant turn."""
-    num_kept = max((i + 1 for i, m in enumerate(messages) if m.role == "assistant"), default=0)
-    if not num_kept:
+    roles = [message.role for message in messages]
+    if "assistant" not in roles:
         raise BadRowError("no assistant turn")
-    first = 1 if messages[0].role == "system" else 0
-    for i, message in enumerate(messages[first:num_kept]):
-        if message.role != ("user", "assistant")[i % 2]:
-            raise BadRowError("turns do not alternate")
+    num_kept = len(roles) - roles[::-1].index("assistant")
+    turns = [role for role in roles[:num_kept] if role != "system"]
+    if turns != ["user", "assistant"] * (len(turns) // 2):
+        raise BadRowError("turns do not alternate")
     return tuple(messages[:num_kept])
 
 
 def load_prompts(config: PromptsConfig) -> tuple[list[Conversation], dict[str, Any]]:
-    """Reads all sources as prompts: one of each id, sorted by id, limited.
-
-    Returns:
-        The prompts, and the counts: rows read, kept, duplicates, dropped by reason.
+    """All sources as prompts, one of each id, sorted by id, limited; and the counts of rows.
 
     Raises:
         ValueError: a source is missing, nothing is left, or too many rows were dropped.
@@ -220,7 +192,7 @@ def load_prompts(config: PromptsConfig) -> tuple[list[Conversation], dict[str, A
                 first_bad = first_bad or f"{row.where} ({row.reason})"
             else:
                 prompts.setdefault(row.id, row)
-    num_bad = sum(reasons.values())
+    num_bad = reasons.total()
     if num_rows and num_bad / num_rows > config.max_dropped_share:
         counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items()))
         raise ValueError(
@@ -229,7 +201,7 @@ def load_prompts(config: PromptsConfig) -> tuple[list[Conversation], dict[str, A
         )
     if not prompts:
         raise ValueError(f"data.prompts.paths: no prompt in {', '.join(config.paths)}")
-    kept = sorted(prompts.values(), key=lambda prompt: prompt.id)[: config.limit or None]
+    kept = [prompt for _, prompt in sorted(prompts.items())][: config.limit or None]
     facts = {
         "rows_read": num_rows,
         "kept": len(kept),
@@ -243,24 +215,24 @@ def run(config: PromptsConfig, folder: Path) -> None:
     """The `prompts` stage: sources to `prompts.jsonl`."""
     files = {path: source_files(path) for path in config.paths}
     hashes = {path: [file_hash(file) for file in found] for path, found in files.items() if found}
-    settings = {**asdict(config), "source_hashes": hashes}
-    if (folder / MANIFEST).exists() and Stage(folder, "prompts", settings).is_complete:
+    stage = Stage(folder, "prompts", {**asdict(config), "source_hashes": hashes})
+    if stage.is_complete:
         return
-    # Read first: a source that cannot be used leaves nothing behind.
     prompts, facts = load_prompts(config)
-    stage = Stage(folder, "prompts", settings)
-    with atomic_path(folder / PROMPTS_FILE) as temporary, temporary.open("w", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
+    stage.begin()
+    with atomic_path(folder / PROMPTS_FILE) as temporary:
+        append_jsonl(temporary, (asdict(prompt) for prompt in prompts))
     stage.complete([PROMPTS_FILE], **facts)
     say(f"prompts      {facts['kept']:,} kept of {facts['rows_read']:,} rows, dropped: {facts['dropped']}")
 
 
 def read_conversations(path: Path) -> list[Conversation]:
     """Reads `prompts.jsonl`."""
-    with path.open("rb") as stream:
-        return [_stored(json.loads(line)) for line in stream]
-
-
-def _stored(row: Mapping[str, Any]) -> Conversation:
-    messages = tuple(Message(**message) for message in row["messages"])
-    return Conversation(id=row["id"], messages=messages, category=row["category"])
+    return [
+        Conversation(
+            id=row["id"],
+            messages=tuple(Message(**message) for message in row["messages"]),
+            category=row["category"],
+        )
+        for row in read_jsonl(path)
+    ]

@@ -1,4 +1,4 @@
-"""Atomic writes and stage manifests: how a stage resumes and refuses what it did not make.
+"""Atomic writes, logs and stage manifests: how a stage resumes and refuses what it did not make.
 
 A stage owns one folder. Its `manifest.json` holds the settings it was made with and, once
 complete, the hash of every output. A stage that depends on another puts the other's fingerprint
@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,26 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
+
+
+def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    """Appends one line for each row; they are on the disk when this returns."""
+    lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows]
+    with path.open("ab") as log:
+        log.write(b"".join(lines))
+        log.flush()
+        os.fsync(log.fileno())
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    """Rows of a JSONL file; the last line is cut off the file where a kill left it incomplete."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def file_hash(path: Path) -> str:
@@ -76,13 +94,13 @@ def check_disk(folder: Path, needed_bytes: float, *, what: str) -> None:
 
 
 class Stage:
-    """The folder of one pipeline stage."""
+    """The folder of one pipeline stage: check its inputs, `begin`, write the outputs, `complete`."""
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
-        """Opens or begins the stage.
+        """Looks at the folder and writes nothing.
 
         Args:
-            folder: the stage's own folder, created when missing.
+            folder: the stage's own folder; it need not exist yet.
             name: as shown to the user.
             settings: JSON-able; everything the outputs depend on.
 
@@ -94,8 +112,6 @@ class Stage:
         self._manifest = folder / MANIFEST
         if self._manifest.exists():
             self._refuse_other(read_json(self._manifest)["settings"])
-        else:
-            write_json(self._manifest, {"stage": name, "settings": self.settings, "files": None})
 
     def _refuse_other(self, found: Mapping[str, Any]) -> None:
         keys = sorted(found.keys() | self.settings.keys())
@@ -112,11 +128,15 @@ class Stage:
     @property
     def is_complete(self) -> bool:
         """Whether every output is there, as it was written."""
-        files = read_json(self._manifest)["files"]
+        files = read_json(self._manifest)["files"] if self._manifest.exists() else None
         return files is not None and all(
             (self.folder / name).is_file() and (self.folder / name).stat().st_size == entry["bytes"]
             for name, entry in files.items()
         )
+
+    def begin(self) -> None:
+        """Marks the folder, made when missing, with the settings; to be called before the first output."""
+        write_json(self._manifest, {"stage": self.name, "settings": self.settings, "files": None})
 
     def complete(self, names: list[str], **facts: Any) -> None:
         """Marks the stage complete: hashes the named outputs and keeps `facts` beside them."""
@@ -126,17 +146,6 @@ class Stage:
         }
         content = {"stage": self.name, "settings": self.settings, "files": files, "facts": facts}
         write_json(self._manifest, content)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The facts given to `complete`."""
-        facts: dict[str, Any] = read_json(self._manifest)["facts"]
-        return facts
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of settings and outputs of a complete stage."""
-        return stage_fingerprint(self.folder)
 
 
 def stage_fingerprint(folder: Path) -> str:

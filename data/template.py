@@ -3,46 +3,24 @@
 Spans come from true prefixes: the template renders everything before an assistant turn, and what
 follows is that turn. Nothing here knows a role marker. A server renders the whole history anew for
 every request, so where the next prefix does not continue what was rendered (templates that strip
-thinking from the history) a second *view* of the conversation begins.
+thinking from the history) a second *view* of the conversation begins, a document of its own.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import jinja2
-import numpy as np
-from numpy.typing import NDArray
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.data.files import read_json
 from slipstream.data.target.resolve import Target
-from slipstream.data.types import GeneratedConversation, GeneratedTurn, Message
-
-INSERTED = "template_inserted_response_text"
+from slipstream.data.types import GeneratedConversation, Message, TokenizedSample
 
 
 class RefusedError(Exception):
     """Why one conversation cannot be rendered; its text is the reason to count."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class View:
-    """A token row as the target saw it."""
-
-    input_ids_T: NDArray[np.int32]
-    loss_mask_T: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
-    """One assistant turn behind its prefix."""
-
-    inserted: str
-    """Written by the template in front of the answer, not supervised."""
-    text: str
-    """With the stop token."""
-    token_ids: Sequence[int]
 
 
 def stop_token_ids(target: Target) -> tuple[int, ...]:
@@ -55,41 +33,46 @@ def stop_token_ids(target: Target) -> tuple[int, ...]:
     return tuple(sorted({int(i) for ids in lists for i in ids}))
 
 
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Token ids of rendered text; nothing is added, the template writes BOS itself."""
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return token_ids
+
+
+def render(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, generation_prompt: bool = True
+) -> str:
+    """Text of a chat, up to where the next answer begins.
+
+    Raises:
+        RefusedError: the template raises an error.
+    """
+    chat = [asdict(message) for message in messages]
+    try:
+        return str(
+            tokenizer.apply_chat_template(chat, add_generation_prompt=generation_prompt, tokenize=False)
+        )
+    except jinja2.TemplateError:
+        raise RefusedError("template_refused") from None
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a chat up to where the next answer begins; raises as `render` does."""
+    return encode(tokenizer, render(tokenizer, messages))
+
+
 class ChatTemplate:
     """The chat template and tokenizer of one target."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, stop_ids: Sequence[int], *, on_inserted: str
     ) -> None:
-        """Keeps the settings.
-
-        Args:
-            tokenizer: with a chat template.
-            stop_ids: tokens that end an answer.
-            on_inserted: stop, mask or keep; see `TokenizeConfig.on_inserted`.
-        """
-        self._tokenizer = tokenizer
+        """Keeps the settings; for `on_inserted` see `TokenizeConfig`."""
+        self._tokenizer, self._on_inserted = tokenizer, on_inserted
         self._stop_texts = [text for text in tokenizer.convert_ids_to_tokens(list(stop_ids)) if text]
-        self._on_inserted = on_inserted
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text; nothing is added, the template writes BOS itself."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
-    def _render(self, messages: Iterable[Message], *, generation_prompt: bool) -> str:
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    chat, add_generation_prompt=generation_prompt, tokenize=False
-                )
-            )
-        except jinja2.TemplateError:
-            raise RefusedError("template_refused") from None
-
-    def views(self, conversation: GeneratedConversation) -> list[View]:
-        """Token rows in which every assistant turn is supervised exactly once.
+    def views(self, conversation: GeneratedConversation) -> list[TokenizedSample]:
+        """Documents `ID` or `ID.00`, `ID.01`, ... that supervise every assistant turn exactly once.
 
         Raises:
             RefusedError: the template cannot render the conversation.
@@ -98,31 +81,37 @@ class ChatTemplate:
         messages = conversation.messages
         places = [i for i, message in enumerate(messages) if message.role == "assistant"]
         turns = conversation.turns or (None,) * len(places)
-        pieces: list[list[tuple[Sequence[int], bool]]] = []
+        views: list[list[tuple[Sequence[int], bool]]] = []
         rendered = ""
         for place, turn in zip(places, turns, strict=True):
-            prefix = self._render(messages[:place], generation_prompt=True)
+            prefix = render(self._tokenizer, messages[:place])
+            token_ids: Sequence[int]
             if turn is None:
-                answer = self._rendered_answer(messages[: place + 1], prefix)
-            else:
-                answer = self._sampled_answer(turn)
-            if not pieces or not prefix.startswith(rendered):
-                pieces.append([])
+                inserted, answer = self._rendered_answer(messages[: place + 1], prefix)
+                token_ids = encode(self._tokenizer, answer)
+            else:  # what the template would make of the sampled tokens does not matter
+                stop = turn.token_ids[-1:] if turn.finish_reason == "stop" else ()
+                answer = turn.text + "".join(self._tokenizer.convert_ids_to_tokens(list(stop)))
+                inserted, token_ids = "", turn.token_ids
+            if not views or not prefix.startswith(rendered):
+                views.append([])
                 rendered = ""
-            context = prefix[len(rendered) :] + answer.inserted
-            pieces[-1] += [(self.encode(context), False), (answer.token_ids, True)]
-            rendered = prefix + answer.inserted + answer.text
-        return [_joined(view) for view in pieces]
+            context = prefix[len(rendered) :] + inserted
+            views[-1] += [(encode(self._tokenizer, context), False), (token_ids, True)]
+            rendered = prefix + inserted + answer
+        return [
+            TokenizedSample(
+                id=conversation.id if len(views) == 1 else f"{conversation.id}.{i:02d}",
+                prompt_id=conversation.prompt_id,
+                input_ids_T=torch.tensor([token for ids, _ in pieces for token in ids]),
+                loss_mask_T=torch.tensor([mask for ids, mask in pieces for _ in ids]),
+            )
+            for i, pieces in enumerate(views)
+        ]
 
-    def _sampled_answer(self, turn: GeneratedTurn) -> _Answer:
-        """The tokens the target sampled; what the template would make of them does not matter."""
-        stop = turn.token_ids[-1:] if turn.finish_reason == "stop" else ()
-        stop_text = "".join(self._tokenizer.convert_ids_to_tokens(list(stop)))
-        return _Answer(inserted="", text=turn.text + stop_text, token_ids=turn.token_ids)
-
-    def _rendered_answer(self, messages: Sequence[Message], prefix: str) -> _Answer:
-        """The last message as the template writes it, up to and with the stop token."""
-        whole = self._render(messages, generation_prompt=False)
+    def _rendered_answer(self, messages: Sequence[Message], prefix: str) -> tuple[str, str]:
+        """What the template writes in front of the last message, and the message with its stop token."""
+        whole = render(self._tokenizer, messages, generation_prompt=False)
         rest = whole[len(prefix) :]
         stops = [(rest.rfind(text), text) for text in self._stop_texts if text in rest]
         stop, stop_text = max(stops, default=(len(rest), ""))
@@ -135,16 +124,9 @@ class ChatTemplate:
         inserted = rest[:start]
         if inserted.strip() and self._on_inserted == "stop":
             raise ValueError(
-                f"{INSERTED}: the chat template writes {inserted!r} in front of an answer, which nobody "
-                f"generated: set data.tokenize.on_inserted to mask or keep"
+                f"template_inserted_response_text: the chat template writes {inserted!r} in front of an "
+                f"answer, which nobody generated: set data.tokenize.on_inserted to mask or keep"
             )
         if self._on_inserted == "keep" or not inserted.strip():
-            inserted = ""
-        text = rest[len(inserted) : end]
-        return _Answer(inserted=inserted, text=text, token_ids=self.encode(text))
-
-
-def _joined(pieces: Sequence[tuple[Sequence[int], bool]]) -> View:
-    ids = [np.asarray(token_ids, dtype=np.int32) for token_ids, _ in pieces]
-    masks = [np.full(len(token_ids), supervised) for token_ids, supervised in pieces]
-    return View(input_ids_T=np.concatenate(ids), loss_mask_T=np.concatenate(masks))
+            return "", rest[:end]
+        return inserted, rest[start:end]

@@ -68,6 +68,9 @@ class TokenizedSample:
     """Token ids of one training document and which of them the target generated."""
 
     id: str
+    prompt_id: str = ""
+    split: str = "train"
+    """train or validation; the documents of one prompt share it."""
     input_ids_T: Tensor
     """int64."""
     loss_mask_T: Tensor

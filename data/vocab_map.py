@@ -1,22 +1,19 @@
 """The `vocab_map` stage: which target tokens the draft vocabulary holds."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from slipstream.data.files import MANIFEST, Stage, atomic_path, stage_fingerprint
+from slipstream.data.files import Stage, atomic_path, stage_fingerprint
 from slipstream.data.progress import say
 from slipstream.data.target.resolve import Target
 from slipstream.data.template import stop_token_ids
-from slipstream.data.tokenize import read_groups
+from slipstream.data.tokenize import read_samples
 from slipstream.data.types import VocabMap
 
 MAP_FILE = "vocab_map.safetensors"
@@ -42,30 +39,26 @@ def build_vocab_map(
     [0, 0, 0, 0, 3, 4]
     """
     vocab_size = len(counts_V)
-    if draft_vocab_size == vocab_size:
-        return _map_of(torch.arange(vocab_size), vocab_size)
     real = {i for i in real_ids if i < vocab_size}
     forced = set(forced_ids) & real
-    if not max(len(forced), 1) <= draft_vocab_size <= len(real):
-        raise ValueError(
-            f"drafter.draft_vocab_size={draft_vocab_size} must lie between {max(len(forced), 1)} and "
-            f"{len(real)} (the target's tokenizer entries), or be its whole vocabulary, {vocab_size}"
-        )
-    ranked = sorted(real, key=lambda i: (i not in forced, -int(counts_V[i]), i))
-    return _map_of(torch.tensor(sorted(ranked[:draft_vocab_size])), vocab_size)
-
-
-def _map_of(target_ids_W: Tensor, vocab_size: int) -> VocabMap:
+    target_ids_W = torch.arange(vocab_size)
+    if draft_vocab_size != vocab_size:
+        if not max(len(forced), 1) <= draft_vocab_size <= len(real):
+            raise ValueError(
+                f"drafter.draft_vocab_size={draft_vocab_size} must lie between {max(len(forced), 1)} and "
+                f"{len(real)} (the target's tokenizer entries), or be its whole vocabulary, {vocab_size}"
+            )
+        ranked = sorted(real, key=lambda i: (i not in forced, -int(counts_V[i]), i))
+        target_ids_W = torch.tensor(sorted(ranked[:draft_vocab_size]))
     t2d_V = torch.zeros(vocab_size, dtype=torch.bool)
     t2d_V[target_ids_W] = True
-    return VocabMap(d2t_W=target_ids_W - torch.arange(len(target_ids_W)), t2d_V=t2d_V)
+    return VocabMap(d2t_W=target_ids_W - torch.arange(draft_vocab_size), t2d_V=t2d_V)
 
 
 def supervised_counts(tokens_folder: Path, vocab_size: int) -> NDArray[np.int64]:
     """How often each target id is supervised in the training split, `[V]`."""
-    counts_V = np.zeros(vocab_size, dtype=np.int64)
-    for group in read_groups(tokens_folder, "train"):
-        counts_V += np.bincount(group.input_ids_T[group.loss_mask_T], minlength=vocab_size)
+    ids_P = torch.cat([s.input_ids_T[s.loss_mask_T] for s in read_samples(tokens_folder, "train")])
+    counts_V: NDArray[np.int64] = torch.bincount(ids_P, minlength=vocab_size).numpy()
     return counts_V
 
 
@@ -76,19 +69,17 @@ def run(draft_vocab_size: int, target: Target, tokens_folder: Path, folder: Path
         "tokens": stage_fingerprint(tokens_folder),
         "draft_vocab_size": draft_vocab_size,
     }
-    if (folder / MANIFEST).exists() and Stage(folder, "vocab_map", settings).is_complete:
+    stage = Stage(folder, "vocab_map", settings)
+    if stage.is_complete:
         return
     counts_V = supervised_counts(tokens_folder, target.config.vocab_size)
     entries = target.tokenizer().get_vocab().values()
     vocab_map = build_vocab_map(counts_V, draft_vocab_size, stop_token_ids(target), entries)
     coverage = float(counts_V[vocab_map.t2d_V.numpy()].sum() / max(counts_V.sum(), 1))
-    stage = Stage(folder, "vocab_map", settings)
-    # One metadata key only: safetensors writes several in random order.
-    metadata = {"slipstream": json.dumps({**settings, "coverage": round(coverage, 6)}, sort_keys=True)}
+    stage.begin()
     with atomic_path(folder / MAP_FILE) as temporary:
-        save_file({"d2t": vocab_map.d2t_W, "t2d": vocab_map.t2d_V}, temporary, metadata=metadata)
-    facts: dict[str, Any] = {"draft_vocab_size": draft_vocab_size, "coverage": round(coverage, 6)}
-    stage.complete([MAP_FILE], **facts)
+        save_file({"d2t": vocab_map.d2t_W, "t2d": vocab_map.t2d_V}, temporary)
+    stage.complete([MAP_FILE], draft_vocab_size=draft_vocab_size, coverage=round(coverage, 6))
     say(f"vocab map    {draft_vocab_size:,} of {len(counts_V):,} tokens cover {coverage:.4f} of the answers")
     if coverage < LOW_COVERAGE:
         say(
@@ -110,11 +101,7 @@ def read_vocab_map(folder: Path) -> VocabMap:
         raise ValueError(f"{path} does not exist: run the vocab_map stage first") from None
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read ({error}): delete {folder} to make it again") from None
-    if (
-        tensors.keys() != {"d2t", "t2d"}
-        or tensors["d2t"].dtype != torch.int64
-        or tensors["t2d"].dtype != torch.bool
-    ):
+    if {name: t.dtype for name, t in tensors.items()} != {"d2t": torch.int64, "t2d": torch.bool}:
         raise ValueError(f"{path} must hold d2t (int64) and t2d (bool): delete {folder} to make it again")
     vocab_map = VocabMap(d2t_W=tensors["d2t"], t2d_V=tensors["t2d"])
     if not torch.equal(vocab_map.target_ids_W, vocab_map.t2d_V.nonzero().flatten()):

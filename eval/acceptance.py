@@ -6,37 +6,25 @@ continues behind them.
 """
 
 import dataclasses
-import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
-from slipstream.data.files import Stage, file_hash, read_json, value_hash, write_json
+from slipstream.data.files import Stage, append_jsonl, file_hash, read_jsonl, value_hash, write_json
 from slipstream.data.progress import Meter
 from slipstream.data.target.resolve import Target
 from slipstream.data.target.weights import read_target_head
-from slipstream.data.template import stop_token_ids
+from slipstream.data.template import render_prompt, stop_token_ids
 from slipstream.data.types import Conversation, Message
 from slipstream.drafters.checkpoint_format import CONFIG, WEIGHTS, load_head
 from slipstream.eval.config import EvalConfig
-from slipstream.eval.decoder import (
-    DecodeResult,
-    Drafter,
-    EagleDrafter,
-    NoDrafter,
-    Round,
-    Sampling,
-    SpeculativeDecoder,
-)
+from slipstream.eval.decoder import DecodeResult, EagleDrafter, Round, SpeculativeDecoder
+from slipstream.eval.verify import Sampling
 
 ROUNDS, REPORT = "rounds.jsonl", "acceptance.json"
 NUM_WARM_UP_TOKENS = 8
-NOT_COMPARED = "sampled answers differ by chance; the verifier's distribution is tested on its own"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +47,6 @@ class AcceptanceReport:
     """What the head is worth on these prompts (definitions: ALGORITHMS.md section 4)."""
 
     num_draft_tokens: int
-    """K."""
     prompts: int
     rounds: int
     """Target passes after the prompts'."""
@@ -80,49 +67,26 @@ class AcceptanceReport:
     speedup: float
     lossless: bool | None
     """Every greedy answer equals plain decoding token for token; None when sampled."""
-    lossless_note: str
     mismatches: tuple[str, ...]
     """Ids of the prompts whose answers differ."""
     acceptance_length_by_category: dict[str, float]
 
 
 def acceptance_length(rounds: Sequence[Round]) -> float:
-    """tau.
-
-    >>> acceptance_length([Round(drafted=3, accepted=a) for a in (3, 0, 2, 1)])
-    2.5
-    """
+    """tau of these rounds."""
     return 1.0 + sum(r.accepted for r in rounds) / max(len(rounds), 1)
-
-
-def position_rates(
-    rounds: Sequence[Round], num_draft_tokens: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Unconditional and conditional acceptance rate of each draft position.
-
-    >>> position_rates([Round(drafted=2, accepted=a) for a in (2, 0, 1, 1)], 2)
-    ((0.75, 0.25), (0.75, 0.3333333333333333))
-    """
-    unconditional, conditional = [], []
-    for position in range(num_draft_tokens):
-        accepted = sum(r.accepted > position for r in rounds)
-        reached = sum(r.accepted >= position and r.drafted > position for r in rounds)
-        unconditional.append(accepted / max(len(rounds), 1))
-        conditional.append(accepted / max(reached, 1))
-    return tuple(unconditional), tuple(conditional)
 
 
 def summarise(results: Sequence[PromptResult], *, num_draft_tokens: int, is_greedy: bool) -> AcceptanceReport:
     """Puts the results of all prompts together."""
     rounds = _rounds(results)
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-    unconditional_K, conditional_K = position_rates(rounds, num_draft_tokens)
-    speed = _rate(sum(r.new_tokens for r in results), sum(r.seconds for r in results))
-    baseline_speed = _rate(
-        sum(r.baseline_new_tokens for r in results), sum(r.baseline_seconds for r in results)
-    )
+    accepted_K = [sum(r.accepted > k for r in rounds) for k in range(num_draft_tokens)]
+    reached_K = [sum(r.accepted >= k and r.drafted > k for r in rounds) for k in range(num_draft_tokens)]
+    num_tokens, num_baseline = sum(r.new_tokens for r in results), sum(r.baseline_new_tokens for r in results)
+    speed = num_tokens / sum(r.seconds for r in results)
+    baseline_speed = num_baseline / sum(r.baseline_seconds for r in results)
     mismatches = tuple(r.id for r in results if not r.identical) if is_greedy else ()
-    categories = sorted({r.category for r in results})
     return AcceptanceReport(
         num_draft_tokens=num_draft_tokens,
         prompts=len(results),
@@ -130,30 +94,25 @@ def summarise(results: Sequence[PromptResult], *, num_draft_tokens: int, is_gree
         drafted=drafted,
         accepted=accepted,
         acceptance_length=acceptance_length(rounds),
-        accepted_per_round=_rate(accepted, len(rounds)),
-        acceptance_rate=_rate(accepted, drafted),
-        unconditional_K=unconditional_K,
-        conditional_K=conditional_K,
-        new_tokens=sum(r.new_tokens for r in results),
+        accepted_per_round=accepted / max(len(rounds), 1),
+        acceptance_rate=accepted / max(drafted, 1),
+        unconditional_K=tuple(accepted / max(len(rounds), 1) for accepted in accepted_K),
+        conditional_K=tuple(a / max(reached, 1) for a, reached in zip(accepted_K, reached_K, strict=True)),
+        new_tokens=num_tokens,
         tokens_per_second=speed,
         baseline_tokens_per_second=baseline_speed,
-        speedup=_rate(speed, baseline_speed),
+        speedup=speed / baseline_speed,
         lossless=not mismatches if is_greedy else None,
-        lossless_note="" if is_greedy else NOT_COMPARED,
         mismatches=mismatches,
         acceptance_length_by_category={
             name: acceptance_length(_rounds([r for r in results if r.category == name]))
-            for name in categories
+            for name in sorted({r.category for r in results})
         },
     )
 
 
 def _rounds(results: Iterable[PromptResult]) -> list[Round]:
     return [r for result in results for r in result.rounds]
-
-
-def _rate(amount: float, of: float) -> float:
-    return amount / of if of else 0.0
 
 
 def measure(
@@ -163,47 +122,48 @@ def measure(
     conversations: Sequence[Conversation],
     folder: Path,
 ) -> AcceptanceReport:
-    """The evaluation stage: always of the exported head, read as a server reads it.
+    """The evaluation stage in `folder`: always of the exported head, read as a server reads it.
 
-    Args:
-        target: the model the head was trained for.
-        export_folder: serving bundle.
-        config: how to decode; `prompts` and `limit` were applied to `conversations` already.
-        conversations: held-out prompts, user turns only.
-        folder: of this stage.
+    `conversations` are held-out prompts, user turns only; the `prompts` and `limit` of `config` were
+    applied to them already.
 
     Raises:
         ValueError: the bundle is broken or made for another target, a prompt is too long, or the
             folder holds another measurement.
     """
     drafter = load_drafter(target, export_folder)
-    stage = Stage(folder, "evaluation", _settings(target, export_folder, config, conversations))
-    if stage.is_complete:
-        return read_report(folder / REPORT)
-    results = _read_results(folder / ROUNDS)
+    settings = {
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "target_dtype": str(target.dtype),
+        "export": value_hash([file_hash(export_folder / name) for name in (CONFIG, WEIGHTS)]),
+        "prompt_ids": value_hash([c.id for c in conversations]),
+        **dataclasses.asdict(config),
+    }
+    stage = Stage(folder, "evaluation", settings)
+    rows = read_jsonl(folder / ROUNDS) if (folder / ROUNDS).exists() else []
+    results = {
+        row["id"]: PromptResult(**{**row, "rounds": tuple(Round(**r) for r in row["rounds"])}) for row in rows
+    }
     todo = [c for c in conversations if c.id not in results]
-    with (
-        Meter("evaluation", len(conversations), unit="prompt") as meter,
-        (folder / ROUNDS).open("a", encoding="utf-8") as log,
-    ):
-        meter.skip(len(results))
-        if todo:
-            player = _Player(target, drafter, config)
-            player.warm_up(todo[0])
-        for conversation in todo:
-            results[conversation.id] = player.play(conversation)
-            line = json.dumps(dataclasses.asdict(results[conversation.id]), ensure_ascii=False)
-            log.write(line + "\n")
-            log.flush()
-            os.fsync(log.fileno())
-            meter.advance(1, f"tau {acceptance_length(_rounds(results.values())):.3f}")
+    if todo:
+        player = _Player(target, drafter, config)
+        player.warm_up(todo[0])
+        stage.begin()
+        with Meter("evaluation", len(conversations), unit="prompt") as meter:
+            meter.skip(len(results))
+            for conversation in todo:
+                result = results[conversation.id] = player.play(conversation)
+                append_jsonl(folder / ROUNDS, [dataclasses.asdict(result)])
+                meter.advance(1, f"tau {acceptance_length(_rounds(results.values())):.3f}")
     report = summarise(
         [results[c.id] for c in conversations],
         num_draft_tokens=config.num_draft_tokens,
-        is_greedy=_sampling(config).is_greedy,
+        is_greedy=config.temperature == 0,
     )
-    write_json(folder / REPORT, dataclasses.asdict(report))
-    stage.complete([ROUNDS, REPORT], acceptance_length=report.acceptance_length)
+    if not stage.is_complete:
+        write_json(folder / REPORT, dataclasses.asdict(report))
+        stage.complete([ROUNDS, REPORT], acceptance_length=report.acceptance_length)
     return report
 
 
@@ -215,10 +175,8 @@ def load_drafter(target: Target, export_folder: Path) -> EagleDrafter:
     """
     served = load_head(export_folder)
     geometry, model = served.head.geometry, target.config
-    for key, found, wanted in (
-        ("hidden_size", geometry.hidden_size, model.hidden_size),
-        ("vocab_size", geometry.vocab_size, model.vocab_size),
-    ):
+    for key in ("hidden_size", "vocab_size"):
+        found, wanted = getattr(geometry, key), getattr(model, key)
         if found != wanted:
             raise ValueError(
                 f"{export_folder / CONFIG}: {key} is {found}, and {wanted} in target.name={target.name}: "
@@ -235,40 +193,22 @@ def load_drafter(target: Target, export_folder: Path) -> EagleDrafter:
     return EagleDrafter(head, embedding_VD, target_ids_W.to(target.device))
 
 
-def _settings(
-    target: Target, export_folder: Path, config: EvalConfig, conversations: Sequence[Conversation]
-) -> dict[str, Any]:
-    return {
-        "target": target.name,
-        "target_fingerprint": target.fingerprint,
-        "target_dtype": str(target.dtype),
-        "export": value_hash([file_hash(export_folder / name) for name in (CONFIG, WEIGHTS)]),
-        "prompt_ids": value_hash([c.id for c in conversations]),
-        **dataclasses.asdict(config),
-    }
-
-
-def _sampling(config: EvalConfig) -> Sampling:
-    return Sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
-
-
 class _Player:
     """Plays prompts turn by turn, each turn without and with the head."""
 
-    def __init__(self, target: Target, drafter: Drafter, config: EvalConfig) -> None:
-        model = target.model()
-        self._tokenizer, self._device = target.tokenizer(), target.device
+    def __init__(self, target: Target, drafter: EagleDrafter, config: EvalConfig) -> None:
+        model, self._device = target.model(), target.device
+        self._tokenizer, self._stop_ids = target.tokenizer(), stop_token_ids(target)
         self._max_new_tokens = config.max_new_tokens
-        self._stop_ids = stop_token_ids(target)
         self._baseline, self._speculative = (
             SpeculativeDecoder(
                 model,
-                each,
-                num_draft_tokens=config.num_draft_tokens,
-                sampling=_sampling(config),
+                drafter,
+                num_draft_tokens=num_draft_tokens,
+                sampling=Sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k),
                 stop_ids=self._stop_ids,
             )
-            for each in (NoDrafter(), drafter)
+            for num_draft_tokens in (0, config.num_draft_tokens)
         )
 
     def warm_up(self, conversation: Conversation) -> None:
@@ -283,57 +223,27 @@ class _Player:
         seed = int(value_hash(conversation.id), 16) >> 1
         generator = torch.Generator(self._device).manual_seed(seed)
         history: list[Message] = []
-        turns: list[tuple[DecodeResult, DecodeResult]] = []
+        baseline: list[DecodeResult] = []
+        speculative: list[DecodeResult] = []
         for message in conversation.messages:
             history.append(message)
             if message.role != "user":
                 continue
             prompt_ids = render_prompt(self._tokenizer, history)
-            baseline = self._baseline.generate(prompt_ids, self._max_new_tokens, generator)
-            speculative = self._speculative.generate(prompt_ids, self._max_new_tokens, generator)
-            turns.append((baseline, speculative))
-            history.append(Message(role="assistant", content=self._text(baseline.token_ids)))
+            baseline.append(self._baseline.generate(prompt_ids, self._max_new_tokens, generator))
+            speculative.append(self._speculative.generate(prompt_ids, self._max_new_tokens, generator))
+            answer = list(baseline[-1].token_ids)
+            if answer[-1] in self._stop_ids:
+                answer.pop()
+            text = str(self._tokenizer.decode(answer, skip_special_tokens=False))
+            history.append(Message(role="assistant", content=text))
         return PromptResult(
             id=conversation.id,
             category=conversation.category,
-            rounds=tuple(r for _, speculative in turns for r in speculative.rounds),
-            new_tokens=sum(len(speculative.token_ids) for _, speculative in turns),
-            baseline_new_tokens=sum(len(baseline.token_ids) for baseline, _ in turns),
-            seconds=sum(speculative.seconds for _, speculative in turns),
-            baseline_seconds=sum(baseline.seconds for baseline, _ in turns),
-            identical=all(baseline.token_ids == other.token_ids for baseline, other in turns),
+            rounds=tuple(r for result in speculative for r in result.rounds),
+            new_tokens=sum(len(result.token_ids) for result in speculative),
+            baseline_new_tokens=sum(len(result.token_ids) for result in baseline),
+            seconds=sum(result.seconds for result in speculative),
+            baseline_seconds=sum(result.seconds for result in baseline),
+            identical=[r.token_ids for r in baseline] == [r.token_ids for r in speculative],
         )
-
-    def _text(self, token_ids: tuple[int, ...]) -> str:
-        stop = token_ids[-1] in self._stop_ids
-        kept = token_ids[:-1] if stop else token_ids
-        return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
-
-
-def render_prompt(tokenizer: PreTrainedTokenizerFast, history: Sequence[Message]) -> list[int]:
-    """Token ids of a chat up to where the next answer begins."""
-    chat = [{"role": message.role, "content": message.content} for message in history]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    token_ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return token_ids
-
-
-def _read_results(path: Path) -> dict[str, PromptResult]:
-    """Results of an interrupted run; a line it did not finish is cut off."""
-    if not path.exists():
-        return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
-    rows = [json.loads(line) for line in whole.splitlines()]
-    return {
-        row["id"]: PromptResult(**{**row, "rounds": tuple(Round(**r) for r in row["rounds"])}) for row in rows
-    }
-
-
-def read_report(path: Path) -> AcceptanceReport:
-    """Reads acceptance.json."""
-    row: dict[str, Any] = read_json(path)
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    return AcceptanceReport(**fields)

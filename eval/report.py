@@ -1,7 +1,7 @@
 """Shows an acceptance report on the terminal."""
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from slipstream.eval.acceptance import AcceptanceReport
 
@@ -11,18 +11,7 @@ MAX_MISMATCHES = 5
 
 def print_report(report: AcceptanceReport, console: Console) -> None:
     """Prints the numbers as a whole, for each draft position and for each category."""
-    console.print(overview_table(report))
-    console.print(position_table(report))
-    if any(report.acceptance_length_by_category):
-        console.print(category_table(report))
-
-
-def overview_table(report: AcceptanceReport) -> Table:
-    """One number a line."""
-    table = Table(title=f"Acceptance at {report.num_draft_tokens} draft tokens", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    rows = {
+    overview = {
         "acceptance length (tau, own token included)": f"{report.acceptance_length:.3f}",
         "accepted per round": f"{report.accepted_per_round:.3f}",
         "accepted of drafted": f"{report.acceptance_rate:.1%}",
@@ -32,36 +21,30 @@ def overview_table(report: AcceptanceReport) -> Table:
         "speed-up": f"{report.speedup:.2f}x",
         "lossless": _lossless(report),
     }
-    for name, value in rows.items():
+    title = f"Acceptance at {report.num_draft_tokens} draft tokens"
+    table = Table("", Column(justify="right"), title=title, show_header=False)
+    for name, value in overview.items():
         table.add_row(name, value)
-    return table
+    console.print(table)
+
+    positions = [str(position) for position in range(1, report.num_draft_tokens + 1)]
+    table = Table("", *positions, title="Acceptance rate by draft position")
+    table.add_row("of all rounds", *(f"{rate:.3f}" for rate in report.unconditional_K))
+    table.add_row("of rounds that came so far", *(f"{rate:.3f}" for rate in report.conditional_K))
+    console.print(table)
+
+    if any(report.acceptance_length_by_category):
+        table = Table("category", "tau", title="Acceptance length by category")
+        for name, length in sorted(report.acceptance_length_by_category.items(), key=lambda pair: -pair[1]):
+            table.add_row(name or "(none)", f"{length:.3f}")
+        console.print(table)
 
 
 def _lossless(report: AcceptanceReport) -> str:
     if report.lossless is None:
-        return f"not compared ({report.lossless_note})"
+        return "not compared (sampled answers differ by chance; the verifier has its own test)"
     if report.lossless:
         return "yes"
     shown = ", ".join(report.mismatches[:MAX_MISMATCHES])
     more = ", ..." if len(report.mismatches) > MAX_MISMATCHES else ""
     return f"NO: {len(report.mismatches)} answers differ ({shown}{more})"
-
-
-def position_table(report: AcceptanceReport) -> Table:
-    """Both kinds of rate for each draft position."""
-    table = Table(title="Acceptance rate by draft position")
-    table.add_column("")
-    for position in range(report.num_draft_tokens):
-        table.add_column(str(position + 1), justify="right")
-    table.add_row("of all rounds", *(f"{rate:.3f}" for rate in report.unconditional_K))
-    table.add_row("of rounds that came so far", *(f"{rate:.3f}" for rate in report.conditional_K))
-    return table
-
-
-def category_table(report: AcceptanceReport) -> Table:
-    """Acceptance length for each category of prompts."""
-    table = Table("category", title="Acceptance length by category")
-    table.add_column("tau", justify="right")
-    for name, length in sorted(report.acceptance_length_by_category.items(), key=lambda pair: -pair[1]):
-        table.add_row(name or "(none)", f"{length:.3f}")
-    return table

@@ -1,56 +1,59 @@
-"""Accept rules of a drafted chain, as pure functions (ALGORITHMS.md section 4).
+"""How tokens are chosen and drafted chains accepted, as pure functions (ALGORITHMS.md section 4).
 
 Shape suffixes: K drafted token, N = K + 1 verified position, V target vocabulary.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def truncated_probs(logits: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """The distribution that is sampled from; target and drafter both go through here.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How target and drafter choose tokens; temperature 0 is greedy."""
 
-    Args:
-        logits: [..., V].
-        temperature: above 0.
-        top_p: keeps the fewest likeliest tokens that hold this share; 1 switches it off.
-        top_k: keeps so many tokens, before `top_p`; 0 switches it off.
+    temperature: float = 0.0
+    top_p: float = 1.0
+    """Keeps the fewest likeliest tokens that hold this share; 1 switches it off."""
+    top_k: int = 0
+    """Keeps so many tokens, before `top_p`; 0 switches it off."""
 
-    Returns:
-        float32 [..., V], rows sum to one.
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0.0
 
-    >>> logits = torch.tensor([0.5, 0.3, 0.2]).log()
-    >>> truncated_probs(logits, temperature=1.0, top_p=0.6, top_k=0)
-    tensor([0.6250, 0.3750, 0.0000])
-    """
-    probs = torch.softmax(logits.float() / temperature, dim=-1)
-    if top_k == 0 and top_p >= 1.0:
-        return probs
-    sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
-    if top_k:
-        sorted_probs[..., top_k:] = 0.0
-    # A token stays while the tokens before it do not hold the share yet, so the first always stays.
-    before = sorted_probs.cumsum(dim=-1) - sorted_probs
-    sorted_probs[before >= top_p * sorted_probs.sum(dim=-1, keepdim=True)] = 0.0
-    kept = torch.zeros_like(probs).scatter_(-1, order, sorted_probs)
-    return kept / kept.sum(dim=-1, keepdim=True)
+    def probs(self, logits: Tensor) -> Tensor:
+        """The distribution that is sampled from, float32 [..., V], of logits [..., V]; not for greedy.
+
+        >>> Sampling(temperature=1.0, top_p=0.6).probs(torch.tensor([0.5, 0.3, 0.2]).log())
+        tensor([0.6250, 0.3750, 0.0000])
+        """
+        probs = torch.softmax(logits.float() / self.temperature, dim=-1)
+        if self.top_k == 0 and self.top_p >= 1.0:
+            return probs
+        sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
+        if self.top_k:
+            sorted_probs[..., self.top_k :] = 0.0
+        # A token stays while those before it do not hold the share yet, so the first always stays.
+        before = sorted_probs.cumsum(dim=-1) - sorted_probs
+        sorted_probs[before >= self.top_p * sorted_probs.sum(dim=-1, keepdim=True)] = 0.0
+        kept = torch.zeros_like(probs).scatter_(-1, order, sorted_probs)
+        return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def accept_greedy(draft_ids_K: Tensor, target_ids_N: Tensor) -> tuple[int, int]:
-    """Accepts drafts while they equal the target's argmax.
-
-    Returns:
-        The number of accepted drafts, and the target's own token after them.
+    """Accepts drafts while they equal the target's argmax: how many, and its own token after them.
 
     >>> accept_greedy(torch.tensor([5, 6, 7]), torch.tensor([5, 6, 1, 2]))
     (2, 1)
     """
+    num_drafts = draft_ids_K.numel()
     # One transfer for both: on a GPU each one waits for the device.
     both = torch.cat([draft_ids_K, target_ids_N]).tolist()
-    drafts, targets = both[: draft_ids_K.numel()], both[draft_ids_K.numel() :]
-    num_accepted = 0
-    while num_accepted < len(drafts) and drafts[num_accepted] == targets[num_accepted]:
-        num_accepted += 1
+    drafts, targets = both[:num_drafts], both[num_drafts:]
+    num_accepted = next((i for i in range(num_drafts) if drafts[i] != targets[i]), num_drafts)
     return num_accepted, targets[num_accepted]
 
 
@@ -59,14 +62,9 @@ def accept_sampled(
 ) -> tuple[int, int]:
     """Speculative sampling: the tokens are distributed exactly as the target's.
 
-    Draft x is accepted with probability min(1, p(x)/q(x)). The first rejected one is replaced by a
-    sample of normalise(max(p - q, 0)); after K acceptances the bonus token is a sample of p.
-
-    Args:
-        draft_ids_K: drafts in target ids, sampled from `draft_probs_KV`.
-        draft_probs_KV: q, over the target vocabulary.
-        target_probs_NV: p at the K drafts and after the last.
-        generator: on the device of the tensors; None takes the default one.
+    Draft x, sampled from q (`draft_probs_KV`), is accepted with probability min(1, p(x)/q(x)). The first
+    rejected one is replaced by a sample of normalise(max(p - q, 0)); after K acceptances the bonus token
+    is a sample of p. `generator` is on the device of the tensors.
 
     Returns:
         The number of accepted drafts, and the sampled token after them.

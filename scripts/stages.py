@@ -125,6 +125,8 @@ class Run:
         engine.deepspeed_settings(self.recipe.train, engine.world_size())
         from slipstream.data.cache import HiddenStateCache
 
+        if engine.rank() == 0:
+            stage.begin()
         frozen = self._frozen_target()
         state = trainer.fit(
             Unroller(
@@ -162,6 +164,7 @@ class Run:
             return
         checkpoint = latest_checkpoint(self.path("train"))
         assert checkpoint is not None, "a complete train stage has a checkpoint"
+        stage.begin()
         names = write_bundle(
             self.path("export"),
             tensors=read_head(checkpoint),

@@ -4,6 +4,7 @@ Shape suffixes: B row of the batch (finished rows leave it), T token, S generate
 V target vocabulary, C candidate token of one step.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,14 +34,7 @@ class HFGenerator:
     def __init__(
         self, model: PreTrainedModel, *, stop_ids: Sequence[int], vocab_size: int, max_new_tokens: int
     ) -> None:
-        """Keeps the settings.
-
-        Args:
-            model: frozen, from `Target.model()`.
-            stop_ids: tokens that end an answer.
-            vocab_size: entries of the tokenizer; a padded model vocabulary is cut to it.
-            max_new_tokens: at most, stop token included.
-        """
+        """Keeps the settings; a padded model vocabulary is cut to `vocab_size` entries."""
         self._model, self._device = model, model.device
         self._stop_ids = torch.tensor(stop_ids, device=self._device)
         self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
@@ -53,17 +47,18 @@ class HFGenerator:
         seeds: Sequence[int],
         on_step: Callable[[int, int], None] = lambda tokens, finished: None,
     ) -> list[Answer]:
-        """Answers every prompt.
+        """Answers every prompt, a list of token ids.
 
-        Args:
-            prompts: token ids.
-            sampling: for all rows.
-            seeds: one for each row, so that a row's draws do not depend on its neighbours.
-            on_step: called after each step with the tokens made and the rows finished by it.
+        `seeds` holds one for each row, so that its draws do not depend on its neighbours; `on_step`
+        is called after each step with the tokens made and the rows finished by it.
         """
         num_rows, max_new = len(prompts), self._max_new_tokens
-        uniform_BS = self._uniforms(seeds, sampling)
-        num_common = _common_prefix(prompts)
+        uniform_BS = torch.zeros(num_rows, max_new, device=self._device)
+        if sampling.temperature > 0:
+            for uniform_S, seed in zip(uniform_BS, seeds, strict=True):
+                uniform_S.copy_(torch.rand(max_new, generator=torch.Generator().manual_seed(seed)))
+        # Every prompt keeps at least one token of its own.
+        num_common = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
         cache = self._cache_of_prefix(prompts[0][:num_common], num_rows)
         input_BT, mask_BT = self._left_padded(prompts, num_common)
         num_prompt = mask_BT.shape[1]
@@ -97,12 +92,13 @@ class HFGenerator:
                 row_B, next_B, mask_BT = row_B[kept_B], next_B[kept_B], mask_BT[kept_B]
                 position_BT = position_BT[kept_B]
             input_BT = next_B[:, None]
-        stopped_B = torch.isin(answer_BS.gather(1, length_B[:, None] - 1)[:, 0], self._stop_ids)
+        stop_ids = set(self._stop_ids.tolist())
         return [
-            Answer(token_ids=tuple(ids[:length]), finish_reason="stop" if stopped else "length")
-            for ids, length, stopped in zip(
-                answer_BS.tolist(), length_B.tolist(), stopped_B.tolist(), strict=True
+            Answer(
+                token_ids=tuple(ids[:length]),
+                finish_reason="stop" if ids[length - 1] in stop_ids else "length",
             )
+            for ids, length in zip(answer_BS.tolist(), length_B.tolist(), strict=True)
         ]
 
     def _cache_of_prefix(self, prefix: Sequence[int], num_rows: int) -> PreallocatedCache:
@@ -118,19 +114,10 @@ class HFGenerator:
         """Token ids behind the common prefix, ending in the last column, and the mask of everything."""
         rows = [torch.tensor(prompt[num_common:]) for prompt in prompts]
         input_BT = pad_sequence(rows, batch_first=True, padding_side="left")
-        first_B = torch.tensor([input_BT.shape[1] - len(row) for row in rows])
-        mask_BT = torch.arange(input_BT.shape[1]) >= first_B[:, None]
+        ones = [torch.ones_like(row) for row in rows]
+        mask_BT = pad_sequence(ones, batch_first=True, padding_side="left")
         mask_BT = torch.cat([mask_BT.new_ones(len(rows), num_common), mask_BT], dim=1)
-        return input_BT.to(self._device), mask_BT.to(self._device, torch.int64)
-
-    def _uniforms(self, seeds: Sequence[int], sampling: SampleConfig) -> Tensor:
-        """Draws of every row for all its steps, [B, S] in [0, 1)."""
-        if sampling.temperature == 0:
-            return torch.zeros(1, 1, device=self._device).expand(len(seeds), self._max_new_tokens)
-        rows = [
-            torch.rand(self._max_new_tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds
-        ]
-        return torch.stack(rows).to(self._device)
+        return input_BT.to(self._device), mask_BT.to(self._device)
 
 
 def choose(logits_BV: Tensor, sampling: SampleConfig, uniform_B: Tensor) -> Tensor:
@@ -156,9 +143,7 @@ def _candidates(probs_BV: Tensor, sampling: SampleConfig) -> tuple[Tensor, Tenso
     vocab_size = probs_BV.shape[1]
     num_candidates = min(sampling.top_k or FIRST_CANDIDATES, vocab_size)
     probs_BC, token_BC = probs_BV.topk(num_candidates)
-    while (
-        not sampling.top_k and num_candidates < vocab_size and bool((probs_BC.sum(-1) < sampling.top_p).any())
-    ):
+    while not sampling.top_k and num_candidates < vocab_size and (probs_BC.sum(-1) < sampling.top_p).any():
         num_candidates = min(8 * num_candidates, vocab_size)
         probs_BC, token_BC = probs_BV.topk(num_candidates)
     total_B1 = probs_BC.sum(-1, keepdim=True) if sampling.top_k else 1.0
@@ -166,17 +151,6 @@ def _candidates(probs_BV: Tensor, sampling: SampleConfig) -> tuple[Tensor, Tenso
     outside_BC = before_BC >= sampling.top_p * total_B1
     outside_BC[:, 0] = False
     return probs_BC.masked_fill(outside_BC, 0), token_BC
-
-
-def _common_prefix(prompts: Sequence[list[int]]) -> int:
-    """Tokens that all prompts begin with; each keeps at least one of its own.
-
-    >>> _common_prefix([[1, 2, 3], [1, 2, 4, 5]])
-    2
-    """
-    first, last = min(prompts), max(prompts)  # what these two share, all share
-    shortest = min(len(prompt) for prompt in prompts) - 1
-    return next((i for i in range(shortest) if first[i] != last[i]), shortest)
 
 
 def _fill_gaps(keep_B: Tensor) -> Tensor:

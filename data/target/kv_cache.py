@@ -6,6 +6,7 @@ Shape suffixes: B batch row, N key-value head, T token, C capacity, H head size.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -23,19 +24,17 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, capacity: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.capacity, self.length, self.rows = capacity, 0, 0
+        self.capacity, self.length, self.rows = max(capacity, MIN_CAPACITY), 0, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates for the shapes of the first call."""
+        """Takes the shapes of the first call."""
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.rows = key_states.shape[0]
-        self.capacity = max(self.capacity, key_states.shape[2], MIN_CAPACITY)
-        self.keys = self._allocate(key_states)
-        self.values = self._allocate(value_states)
         self.is_initialized = True
 
-    def _allocate(self, like_BNTH: Tensor) -> Tensor:
-        _, heads, _, size = like_BNTH.shape
-        return like_BNTH.new_empty(self.rows, heads, self.capacity, size)
+    def filled(self) -> tuple[Tensor, Tensor]:
+        """Views [B, N, T, H] of what counts."""
+        return self.keys[: self.rows, :, : self.length], self.values[: self.rows, :, : self.length]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -44,22 +43,13 @@ class _Layer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
-        if end > self.capacity:
-            self._grow(end)
+        if end > self.keys.shape[2]:
+            room = max(self.capacity, 2 * self.keys.shape[2], end) - self.length
+            self.keys, self.values = (F.pad(old_BNTH, (0, 0, 0, room)) for old_BNTH in self.filled())
         self.keys[: self.rows, :, self.length : end] = key_states
         self.values[: self.rows, :, self.length : end] = value_states
         self.length = end
-        return self.keys[: self.rows, :, :end], self.values[: self.rows, :, :end]
-
-    def _grow(self, needed: int) -> None:
-        self.capacity = max(2 * self.capacity, needed)
-        self._move(self.keys[: self.rows], self.values[: self.rows])
-
-    def _move(self, *old: Tensor) -> None:
-        """Allocates anew for keys and values and copies what is filled."""
-        self.keys, self.values = (self._allocate(old_BNTH) for old_BNTH in old)
-        for new_BNCH, old_BNTH in zip((self.keys, self.values), old, strict=True):
-            new_BNCH[:, :, : self.length] = old_BNTH[:, :, : self.length]
+        return self.filled()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the next `query_length` tokens will see."""
@@ -75,34 +65,21 @@ class _Layer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Gives every row `repeats` times: one common prefix becomes a batch."""
-        filled = [states_BNCH[: self.rows, :, : self.length] for states_BNCH in (self.keys, self.values)]
+        self.keys, self.values = (
+            states_BNCH[: self.rows].repeat_interleave(repeats, dim=0)
+            for states_BNCH in (self.keys, self.values)
+        )
         self.rows *= repeats
-        self._move(*(states_BNTH.repeat_interleave(repeats, dim=0) for states_BNTH in filled))
-
-    def keep_rows(self, moves: tuple[Tensor, Tensor], rows: int) -> None:
-        """Copies rows `moves[0]` onto rows `moves[1]`, then forgets all but the first `rows`."""
-        source, destination = moves
-        if source.numel():
-            for states_BNCH in (self.keys, self.values):
-                filled_BNTH = states_BNCH[:, :, : self.length]
-                filled_BNTH[destination] = filled_BNTH[source]
-        self.rows = rows
 
 
 class PreallocatedCache(Cache):
-    """Cache of a decoder: appends in place, drops a tail or rows at no cost.
+    """Cache of `num_layers` layers: appends in place, drops a tail or rows at no cost.
 
-    Sliding-window layers keep everything, so that a tail can be dropped; the mask limits what
-    they see.
+    It begins with room for `capacity` tokens and doubles it when needed. Sliding-window layers keep
+    everything, so that a tail can be dropped; the mask limits what they see.
     """
 
     def __init__(self, num_layers: int, capacity: int = 0) -> None:
-        """Begins empty.
-
-        Args:
-            num_layers: `config.num_hidden_layers`.
-            capacity: tokens to allocate at first; more are allocated by doubling.
-        """
         self._own_layers = [_Layer(capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self._own_layers))
 
@@ -119,6 +96,8 @@ class PreallocatedCache(Cache):
         """
         place = torch.arange(indices.numel(), device=indices.device)
         destination = (indices != place).nonzero()[:, 0]
-        moves = (indices[destination], destination)
+        source = indices[destination]
         for layer in self._own_layers:
-            layer.keep_rows(moves, indices.numel())
+            for states_BNTH in layer.filled():
+                states_BNTH[destination] = states_BNTH[source]
+            layer.rows = indices.numel()

@@ -23,38 +23,26 @@ FOLD_LIMIT = 64
 
 
 def folded_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Grouped-query attention for few new tokens, the group folded into the query rows.
 
     transformers' sdpa repeats keys and values for every query head when several tokens come with
     a mask. Here [B, N, Q, H] queries become [B, K, G*Q, H] and the keys are read as they lie. Two
-    plain products: on a CPU they take half the time of the fused kernel for so few rows.
-
-    Returns:
-        [B, Q, N, H] and no attention weights.
+    plain products: on a CPU they take half the time of the fused kernel for so few rows. Gives
+    [B, Q, N, H] and no attention weights.
     """
     num_new = query.shape[2]
     is_unmasked_prefill = attention_mask is None and num_new > 1
     if is_unmasked_prefill or num_new > FOLD_LIMIT or kwargs.get("position_bias") is not None:
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-        return output, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     batch, heads, _, size = query.shape
     num_kv, length = key.shape[1], key.shape[2]
-    scale = size**-0.5 if scaling is None else scaling
-    query_BKRH = (query * scale).reshape(batch, num_kv, -1, size)
+    query_BKRH = (query * (kwargs.get("scaling") or size**-0.5)).reshape(batch, num_kv, -1, size)
     scores_BKRT = query_BKRH @ key.transpose(2, 3)
     if attention_mask is not None:
-        mask_B11QT = _additive(attention_mask, query.dtype)[:, :, None]
-        scores_BKRT.view(batch, num_kv, -1, num_new, length).add_(mask_B11QT)
+        assert attention_mask.is_floating_point(), "made by additive_mask"
+        scores_BKRT.view(batch, num_kv, -1, num_new, length).add_(attention_mask[:, :, None])
     weights_BKRT = scores_BKRT.softmax(-1, dtype=torch.float32).to(value.dtype)
     output_BNQH = (weights_BKRT @ value).view(batch, heads, num_new, -1)
     return output_BNQH.transpose(1, 2).contiguous(), None
@@ -63,16 +51,10 @@ def folded_attention(
 def additive_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor | None:
     """transformers' sdpa mask as numbers to add: made once a step instead of once a layer."""
     allowed = sdpa_mask(*args, dtype=dtype, **kwargs)
-    return None if allowed is None else _additive(allowed, dtype)
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """True/False becomes 0/lowest. Not -inf: rows of padding see nothing and must stay finite."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-        ~mask, torch.finfo(dtype).min
-    )
+    if allowed is None:
+        return None
+    # Not -inf: rows of padding see nothing and must stay finite.
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 AttentionInterface.register(ATTENTION, folded_attention)
@@ -88,7 +70,6 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self._bias = None if linear.bias is None else linear.bias.detach()
         # Not a buffer: a packed tensor can be neither saved nor moved.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
@@ -129,14 +110,10 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> PreTr
 
 def set_threads() -> None:
     """Lets torch use the physical cores, or OMP_NUM_THREADS where the user has set it."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(physical_cores())
-
-
-def physical_cores() -> int:
-    """Cores this process may use, hyper-threads counted once."""
-    siblings = set()
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = set()  # hyper-threads of one core have the same list of siblings
     for cpu in os.sched_getaffinity(0):
-        listing = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        siblings.add(listing.read_text() if listing.exists() else str(cpu))
-    return len(siblings)
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    torch.set_num_threads(len(cores))

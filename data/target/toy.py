@@ -36,12 +36,10 @@ FOODS = ["bread and honey", "apples", "fresh grass", "cheese"]
 
 def toy_chat(rng: random.Random) -> list[dict[str, str]]:
     """One chat of the grammar, questions and answers, one or two rounds."""
-    rounds = 1 if rng.random() < 0.7 else 2
     chat = []
-    for _ in range(rounds):
+    for _ in range(1 if rng.random() < 0.7 else 2):
         question, answer = _round(rng)
-        chat.append({"role": "user", "content": question})
-        chat.append({"role": "assistant", "content": answer})
+        chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return chat
 
 
@@ -63,11 +61,7 @@ def _round(rng: random.Random) -> tuple[str, str]:
 
 
 def toy_prompts(num: int, *, seed: int = 1) -> list[dict[str, Any]]:
-    """Prompt rows of the grammar in the OpenAI form, user turns only.
-
-    >>> toy_prompts(1)[0]["messages"][0]["role"]
-    'user'
-    """
+    """Prompt rows of the grammar in the OpenAI form, user turns only."""
     rng = random.Random(seed)
     chats = [toy_chat(rng) for _ in range(num)]
     return [{"messages": [turn for turn in chat if turn["role"] == "user"]} for chat in chats]
@@ -94,43 +88,21 @@ def toy_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator([*corpus, "user\n", "assistant\n", "system\n"] * 2, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        pad_token=SPECIAL_TOKENS[0],
+        bos_token=SPECIAL_TOKENS[1],
+        eos_token=SPECIAL_TOKENS[2],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 
 
-def toy_config(tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> LlamaConfig:
-    """Llama settings for `tokenizer`; `overrides` are `LlamaConfig` keys."""
-    settings: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.09,
-        "bos_token_id": tokenizer.convert_tokens_to_ids("<|im_start|>"),
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-    }
-    return LlamaConfig(**{**settings, **overrides})
-
-
-def train_toy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps: int, seed: int) -> float:
-    """Trains on fresh chats of the grammar, on one CPU thread; the last loss."""
+def _train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps: int, seed: int) -> None:
+    """Trains on fresh chats of the grammar."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps, pct_start=0.1)
-    loss = torch.zeros(())
     with Meter("toy target", steps, unit="step") as meter:
         for _ in range(steps):
             texts = [tokenizer.apply_chat_template(toy_chat(rng), tokenize=False) for _ in range(4)]
@@ -148,43 +120,42 @@ def train_toy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, st
             optimizer.step()
             schedule.step()
             meter.advance(1, f"loss {loss.item():.3f}")
-    return loss.item()
 
 
 def save_toy(folder: Path, *, seed: int, steps: int, tokenizer_size: int = 448, **overrides: Any) -> Path:
-    """Makes a toy target in the HF form; the same arguments give the same weights.
+    """Makes a toy target in the HF form in `folder`, emptied first; the same arguments give the same weights.
 
-    Args:
-        folder: replaced when it exists.
-        seed: of the weights and of the training chats.
-        steps: training steps; 0 leaves the weights random.
-        tokenizer_size: at most so many tokenizer entries.
-        overrides: `LlamaConfig` keys.
-
-    Returns:
-        `folder`.
+    Without `steps` of training the weights stay random; `overrides` are `LlamaConfig` keys.
     """
     tokenizer = toy_tokenizer(tokenizer_size)
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.09,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of a sum depends on the number of threads
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = LlamaForCausalLM(toy_config(tokenizer, **overrides)).float()
+            model = LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).float()
             if steps:
-                train_toy(model, tokenizer, steps=steps, seed=seed)
+                _train(model, tokenizer, steps=steps, seed=seed)
     finally:
         torch.set_num_threads(num_threads)
     model.generation_config.do_sample = False
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
     shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
-
-
-def build_toy_target(folder: Path, seed: int = 0) -> Path:
-    """The toy target of the `tiny` recipe: 8 layers, hidden 128, trained in about 15 s."""
-    return save_toy(folder, seed=seed, steps=280)

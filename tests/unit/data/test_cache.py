@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.data.cache import INDEX, CacheGeometry, CacheWriter, HiddenStateCache, RowInfo, shard_name
-from slipstream.data.config import Dtype
+from slipstream.data.cache import INDEX, CacheWriter, HiddenStateCache, RowInfo, shard_name
 from slipstream.data.files import read_json, write_json
 from slipstream.data.types import HiddenStateSample
 
-GEOMETRY = CacheGeometry(aux_layers=(1, 2, 4), hidden_size=8, dtype=Dtype.bfloat16)
 SAMPLE_FIELDS = ("input_ids_T", "loss_mask_T", "aux_TLD", "last_hidden_PD", "argmax_P", "logsumexp_P")
 
 
@@ -36,26 +34,16 @@ SPLITS = {"a": "train", "b": "validation", "c": "train"}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A cache of two shards."""
-    writer = CacheWriter(tmp_path, GEOMETRY)
+    writer = CacheWriter(tmp_path)
     for number, ids in enumerate((["b", "c"], ["a"])):
         samples = [SAMPLES[id] for id in ids]
-        rows = [
-            RowInfo(
-                id=s.id,
-                split=SPLITS[s.id],
-                num_tokens=s.input_ids_T.numel(),
-                num_supervised=s.argmax_P.numel(),
-            )
-            for s in samples
-        ]
-        writer.write(number, rows, samples)
+        writer.write(number, samples, [SPLITS[id] for id in ids])
     assert writer.finish(2) == [shard_name(0), shard_name(1), INDEX]
     return tmp_path
 
 
 def test_rows_read_back_as_written(folder: Path) -> None:
     cache = HiddenStateCache(folder)
-    assert cache.geometry == GEOMETRY
     assert [row.id for row in cache.rows("train")] == ["a", "c"]
     assert cache.rows("validation") == [RowInfo(id="b", split="validation", num_tokens=5, num_supervised=2)]
     for id, sample in SAMPLES.items():
@@ -72,7 +60,7 @@ def test_writer_knows_whole_shards_and_removes_leftovers(folder: Path) -> None:
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    writer = CacheWriter(folder, GEOMETRY)
+    writer = CacheWriter(folder)
     assert not leftover.exists()
     assert [writer.has(number) for number in range(3)] == [True, False, False]
 

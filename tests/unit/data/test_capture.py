@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,7 +13,7 @@ from slipstream.data import capture
 from slipstream.data.cache import HiddenStateCache, shard_name
 from slipstream.data.config import CaptureConfig, Dtype
 from slipstream.data.files import Stage, file_hash, read_json
-from slipstream.data.tokenize import TOKENS_FILE, TokenRow, write_rows
+from slipstream.data.tokenize import TOKENS_FILE, write_rows
 from slipstream.data.types import TokenizedSample
 
 NUM_LAYERS = 4
@@ -51,6 +50,7 @@ def make_sample(id: str, num_tokens: int, num_supervised: int) -> TokenizedSampl
         id=id,
         input_ids_T=torch.randint(0, 50, (num_tokens,), generator=generator),
         loss_mask_T=torch.arange(num_tokens) >= num_tokens - num_supervised,
+        split="validation" if id == "b" else "train",
     )
 
 
@@ -84,17 +84,8 @@ def tokens(tmp_path: Path) -> Path:
 
 def make_tokens(folder: Path, samples: Sequence[TokenizedSample]) -> Path:
     """A complete tokens stage."""
-    rows = [
-        TokenRow(
-            id=s.id,
-            prompt_id=s.id,
-            input_ids_T=s.input_ids_T.numpy().astype(np.int32),
-            loss_mask_T=s.loss_mask_T.numpy(),
-        )
-        for s in samples
-    ]
     stage = Stage(folder, "tokenize", {"max_length": 64})
-    write_rows(folder / TOKENS_FILE, rows, {"b"})
+    write_rows(folder / TOKENS_FILE, samples)
     stage.complete([TOKENS_FILE])
     return folder
 
@@ -187,13 +178,14 @@ def test_interrupted_run_ends_with_the_same_bytes(
     folder = tmp_path / "interrupted"
     with pytest.raises(KeyboardInterrupt):
         run(tokens, folder)
+    assert read_json(folder / "manifest.json")["files"] is None
     assert not (folder / "index.json").exists()
     # As if it was killed between a shard and its record, and in the middle of the next shard.
     (folder / "shard-00001.json").unlink()
     (folder / ".shard-00002.safetensors.1.tmp").touch()
     batches, stop_at = [], 0
     run(tokens, folder)
-    num_batches = sum(map(len, capture.plan_shards(HiddenStateCache(folder)._rows, 40, 40)))
+    num_batches = sum(map(len, capture.plan_shards(SAMPLES, 40, 40)))
     assert len(batches) == num_batches - 1
     assert hashes(folder) == hashes(tmp_path / "whole")
     assert not list(folder.glob(".*.tmp"))
@@ -277,11 +269,7 @@ def test_no_supervised_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_plan_keeps_to_its_limits() -> None:
-    rows = [
-        capture.RowInfo(id=id, split="train", num_tokens=length, num_supervised=1)
-        for id, length in LENGTHS.items()
-    ]
-    shards = capture.plan_shards(rows, tokens_per_forward=20, tokens_per_shard=30)
-    assert shards == capture.plan_shards(rows[::-1], tokens_per_forward=20, tokens_per_shard=30)
-    ids = [[[row.id for row in batch] for batch in shard] for shard in shards]
-    assert ids == [[["f"]], [["b"]], [["d"]], [["c", "e"], ["g", "a"]]]
+    for samples in (SAMPLES, SAMPLES[::-1]):
+        shards = capture.plan_shards(samples, tokens_per_forward=20, tokens_per_shard=30)
+        ids = [[[sample.id for sample in batch] for batch in shard] for shard in shards]
+        assert ids == [[["f"]], [["b"]], [["d"]], [["c", "e"], ["g", "a"]]]

@@ -305,7 +305,8 @@ def head_of(path: Path) -> Any:
 
 def test_tied_head(folder: Path) -> None:
     weights, head = load_file(folder / "model.safetensors"), head_of(folder)
-    assert head.tied and torch.equal(head.lm_head_VD, weights["model.embed_tokens.weight"])
+    assert head.lm_head_VD is head.embedding_VD
+    assert torch.equal(head.lm_head_VD, weights["model.embed_tokens.weight"])
     assert torch.equal(head.norm_D, weights["model.norm.weight"]) and head.norm_eps == 1e-5
 
 
@@ -319,7 +320,7 @@ def test_sharded_untied_head_opens_only_what_it_needs(tmp_path: Path) -> None:
         save_file({name: tensor for name, tensor in weights.items() if places[name] == file}, path / file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     head = head_of(path)
-    assert not head.tied and torch.equal(head.lm_head_VD, weights["lm_head.weight"])
+    assert torch.equal(head.lm_head_VD, weights["lm_head.weight"])
     assert torch.equal(head.embedding_VD, weights["model.embed_tokens.weight"])
 
 

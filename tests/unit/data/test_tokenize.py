@@ -19,9 +19,9 @@ from slipstream.data import tokenize
 from slipstream.data.config import Overlong, TokenizeConfig
 from slipstream.data.files import Stage, file_hash, read_json
 from slipstream.data.target.resolve import Target
-from slipstream.data.template import ChatTemplate, RefusedError, View, stop_token_ids
-from slipstream.data.tokenize import MaskGate, TokenRow, fit_length, read_samples, validation_prompts
-from slipstream.data.types import GeneratedConversation, GeneratedTurn, Message
+from slipstream.data.template import ChatTemplate, RefusedError, stop_token_ids
+from slipstream.data.tokenize import check_masks, fit_length, read_samples, validation_prompts
+from slipstream.data.types import GeneratedConversation, GeneratedTurn, Message, TokenizedSample
 from slipstream.scripts.show_mask import show
 
 MARKERS = ["<|e|>", "<|user|>", "<|assistant|>", "<|system|>"]
@@ -120,7 +120,7 @@ def text_of(token_ids: Any) -> str:
     return "".join(CHARACTERS[i] for i in token_ids)
 
 
-def spans(view: View | TokenRow) -> list[str]:
+def spans(view: TokenizedSample) -> list[str]:
     """Text of each supervised run."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], view.loss_mask_T, [False]])))
     return [text_of(view.input_ids_T[a:b]) for a, b in edges.reshape(-1, 2)]
@@ -186,13 +186,11 @@ def test_trimmed_and_rewritten_answers() -> None:
     ],
 )
 def test_length_rules(num_prompt: int, num_answer: int, flag: str, num_kept: int) -> None:
-    mask_T = np.arange(num_prompt + num_answer) >= num_prompt
-    row = TokenRow(
-        id="r", prompt_id="r", input_ids_T=np.arange(mask_T.size, dtype=np.int32), loss_mask_T=mask_T
-    )
+    mask_T = torch.arange(num_prompt + num_answer) >= num_prompt
+    row = TokenizedSample(id="r", input_ids_T=torch.arange(len(mask_T)), loss_mask_T=mask_T)
     kept, found = fit_length(row, TokenizeConfig(max_length=16, min_supervised=4))
     assert found == flag
-    assert (0 if kept is None else kept.input_ids_T.size) == num_kept
+    assert (0 if kept is None else len(kept.input_ids_T)) == num_kept
     if flag == "truncated":
         assert kept is not None
         assert kept.input_ids_T[-1] != row.input_ids_T[-1]
@@ -202,11 +200,11 @@ def test_length_rules(num_prompt: int, num_answer: int, flag: str, num_kept: int
 
 
 def test_a_cut_inside_a_later_prompt_drops_the_useless_tail() -> None:
-    mask_T = np.array([0] * 4 + [1] * 5 + [0] * 20 + [1] * 5, dtype=bool)
-    row = TokenRow(id="r", prompt_id="r", input_ids_T=np.arange(34, dtype=np.int32), loss_mask_T=mask_T)
+    mask_T = torch.tensor([0] * 4 + [1] * 5 + [0] * 20 + [1] * 5, dtype=torch.bool)
+    row = TokenizedSample(id="r", input_ids_T=torch.arange(34), loss_mask_T=mask_T)
     kept, flag = fit_length(row, TokenizeConfig(max_length=16))
     assert kept is not None
-    assert (kept.input_ids_T.size, flag) == (9, "truncated")
+    assert (len(kept.input_ids_T), flag) == (9, "truncated")
 
 
 @pytest.mark.parametrize(
@@ -220,11 +218,16 @@ def test_a_cut_inside_a_later_prompt_drops_the_useless_tail() -> None:
     ],
 )
 def test_mask_gate(masks: list[list[int]], message: str) -> None:
-    gate = MaskGate(TokenizeConfig())
-    for i, mask in enumerate(masks):
-        gate.add(str(i), np.array(mask, dtype=bool))
+    rows = [
+        TokenizedSample(
+            id=str(i),
+            input_ids_T=torch.zeros(len(mask), dtype=torch.int64),
+            loss_mask_T=torch.tensor(mask, dtype=torch.bool),
+        )
+        for i, mask in enumerate(masks)
+    ]
     with pytest.raises(ValueError, match=message):
-        gate.check("in the test")
+        check_masks(rows, TokenizeConfig(), "in the test")
 
 
 def test_split_is_by_prompt_and_never_empty() -> None:
@@ -240,6 +243,7 @@ def test_split_is_by_prompt_and_never_empty() -> None:
 def write_answers(folder: Path, conversations: Sequence[GeneratedConversation]) -> Path:
     """A complete regenerate stage."""
     stage = Stage(folder, "regenerated", {"answers": len(conversations)})
+    stage.begin()
     (folder / "answers.jsonl").write_text("".join(json.dumps(asdict(c)) + "\n" for c in conversations))
     stage.complete(["answers.jsonl"])
     return folder

@@ -13,8 +13,8 @@ from slipstream.data import vocab_map
 from slipstream.data.files import Stage, file_hash, read_json
 from slipstream.data.target.resolve import Target
 from slipstream.data.target.toy import toy_tokenizer
-from slipstream.data.tokenize import TOKENS_FILE, TokenRow, write_rows
-from slipstream.data.types import VocabMap
+from slipstream.data.tokenize import TOKENS_FILE, write_rows
+from slipstream.data.types import TokenizedSample, VocabMap
 from slipstream.data.vocab_map import MAP_FILE, build_vocab_map, read_vocab_map, supervised_counts
 
 REAL = range(12)
@@ -74,16 +74,16 @@ def test_impossible_sizes_are_refused(size: int, forced: list[int], real: int) -
 def make_tokens(folder: Path) -> Path:
     """Three training rows and a validation row that must not count."""
     rows = [
-        TokenRow(
+        TokenizedSample(
             id=name,
-            prompt_id=name,
-            input_ids_T=np.array([9, 9, *answer, 2], dtype=np.int32),
-            loss_mask_T=np.array([False, False, *[True] * len(answer), True]),
+            split="validation" if name == "v" else "train",
+            input_ids_T=torch.tensor([9, 9, *answer, 2]),
+            loss_mask_T=torch.tensor([False, False, *[True] * len(answer), True]),
         )
         for name, answer in (("a", [5] * 6), ("b", [6] * 3), ("c", [7]), ("v", [8] * 50))
     ]
     stage = Stage(folder, "tokens", {})
-    write_rows(folder / TOKENS_FILE, rows, {"v"})
+    write_rows(folder / TOKENS_FILE, rows)
     stage.complete([TOKENS_FILE])
     return folder
 

@@ -18,11 +18,10 @@ from slipstream.eval.decoder import (
     Draft,
     Drafter,
     EagleDrafter,
-    NoDrafter,
     Round,
-    Sampling,
     SpeculativeDecoder,
 )
+from slipstream.eval.verify import Sampling
 from tests.tiny import make_tiny_target
 
 PROMPT = [1, 17, 5, 80, 44, 3, 100]
@@ -66,17 +65,12 @@ class ScriptedDrafter:
     def __init__(self, reference: Sequence[int], script: Callable[[list[int]], list[int]]) -> None:
         self.reference, self.script = [*reference, *[0] * 8], script
 
-    def start(self, prompt_ids: Sequence[int], max_length: int) -> None:
+    def start(
+        self, prompt_ids: Sequence[int], capacity: int, sampling: Sampling, generator: torch.Generator | None
+    ) -> None:
         self.num_generated = 1 - len(prompt_ids)
 
-    def propose(
-        self,
-        next_ids_T: Tensor,
-        aux_LTD: Sequence[Tensor],
-        num_tokens: int,
-        sampling: Sampling,
-        generator: torch.Generator | None,
-    ) -> Draft:
+    def propose(self, next_ids_T: Tensor, aux_LTD: Sequence[Tensor], num_tokens: int) -> Draft:
         self.num_generated += len(next_ids_T)
         coming = self.reference[self.num_generated : self.num_generated + num_tokens]
         return Draft(ids_K=torch.tensor(self.script(coming)))
@@ -107,7 +101,7 @@ def reference(model: PreTrainedModel) -> list[int]:
 
 
 def test_autoregressive_equals_decoding_without_cache(model: PreTrainedModel, reference: list[int]) -> None:
-    result = decode(model, NoDrafter(), 3, 31)
+    result = decode(model, ScriptedDrafter(reference, perfect), 0, 31)
     assert list(result.token_ids) == reference
     assert result.rounds == (Round(drafted=0, accepted=0),) * 30
 
@@ -164,7 +158,7 @@ def test_limit_is_never_exceeded(model: PreTrainedModel, reference: list[int]) -
 
 def test_too_long_for_the_positions(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="eval.max_new_tokens=1020 exceed the target's 1024 positions"):
-        decode(model, NoDrafter(), 1, 1020)
+        decode(model, ScriptedDrafter([], perfect), 0, 1020)
 
 
 def make_head(model: PreTrainedModel, draft_vocab_size: int = 0, **flags: bool) -> Eagle3Head:
@@ -183,23 +177,18 @@ class Recorder:
         self.eagle, self.scripted, self.aux_layers = eagle, scripted, eagle.aux_layers
         self.noted: list[tuple[list[int], list[int]]] = []
 
-    def start(self, prompt_ids: Sequence[int], max_length: int) -> None:
-        self.eagle.start(prompt_ids, max_length)
-        self.scripted.start(prompt_ids, max_length)
+    def start(
+        self, prompt_ids: Sequence[int], capacity: int, sampling: Sampling, generator: torch.Generator | None
+    ) -> None:
+        self.eagle.start(prompt_ids, capacity, sampling, generator)
+        self.scripted.start(prompt_ids, capacity, sampling, generator)
         self.tokens = list(prompt_ids[:1])
 
-    def propose(
-        self,
-        next_ids_T: Tensor,
-        aux_LTD: Sequence[Tensor],
-        num_tokens: int,
-        sampling: Sampling,
-        generator: torch.Generator | None,
-    ) -> Draft:
+    def propose(self, next_ids_T: Tensor, aux_LTD: Sequence[Tensor], num_tokens: int) -> Draft:
         self.tokens += next_ids_T.tolist()
-        draft = self.eagle.propose(next_ids_T, aux_LTD, num_tokens, sampling, generator)
+        draft = self.eagle.propose(next_ids_T, aux_LTD, num_tokens)
         self.noted.append((list(self.tokens), draft.ids_K.tolist()))
-        return self.scripted.propose(next_ids_T, aux_LTD, num_tokens, sampling, generator)
+        return self.scripted.propose(next_ids_T, aux_LTD, num_tokens)
 
 
 def boundary_states(model: PreTrainedModel, ids: list[int], boundaries: Sequence[int]) -> Tensor:

@@ -4,26 +4,26 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from slipstream.eval.verify import accept_greedy, accept_sampled, truncated_probs
+from slipstream.eval.verify import Sampling, accept_greedy, accept_sampled
 
 
-def test_truncated_probs_temperature_and_order() -> None:
+def test_probs_temperature_and_order() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
-    plain = truncated_probs(logits, temperature=1.0, top_p=1.0, top_k=0)
+    plain = Sampling(temperature=1.0, top_p=1.0, top_k=0).probs(logits)
     torch.testing.assert_close(plain, torch.tensor([[0.1, 0.4, 0.3, 0.2]]))
-    cold = truncated_probs(logits, temperature=0.5, top_p=1.0, top_k=0)
+    cold = Sampling(temperature=0.5, top_p=1.0, top_k=0).probs(logits)
     torch.testing.assert_close(cold, torch.tensor([[0.01, 0.16, 0.09, 0.04]]) / 0.30)
     # top_k first, then top_p of what is left: 4/7 of it is less than 0.6, so the second stays.
-    both = truncated_probs(logits, temperature=1.0, top_p=0.6, top_k=2)
+    both = Sampling(temperature=1.0, top_p=0.6, top_k=2).probs(logits)
     torch.testing.assert_close(both, torch.tensor([[0.0, 4 / 7, 3 / 7, 0.0]]))
-    one = truncated_probs(logits, temperature=1.0, top_p=0.01, top_k=0)
+    one = Sampling(temperature=1.0, top_p=0.01, top_k=0).probs(logits)
     torch.testing.assert_close(one, torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
 
 
 def test_top_k_keeps_exactly_k_of_equals_and_may_exceed_the_vocabulary() -> None:
     equal = torch.zeros(5)
-    assert (truncated_probs(equal, temperature=1.0, top_p=1.0, top_k=2) > 0).sum() == 2
-    assert (truncated_probs(equal, temperature=1.0, top_p=1.0, top_k=9) > 0).sum() == 5
+    assert (Sampling(temperature=1.0, top_p=1.0, top_k=2).probs(equal) > 0).sum() == 2
+    assert (Sampling(temperature=1.0, top_p=1.0, top_k=9).probs(equal) > 0).sum() == 5
 
 
 def test_accept_greedy() -> None:
