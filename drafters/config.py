@@ -14,6 +14,8 @@ class Init(Enum):
     """Normal with standard deviation 0.02, norms one."""
     target = "target"
     """lm_head and norm from the target, fc passing the highest captured state through."""
+    regression = "regression"
+    """As target, with fc and attention from least squares (`slipstream.train.warm_start`)."""
 
 
 @dataclass

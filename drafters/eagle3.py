@@ -34,15 +34,19 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(hidden, geometry.draft_vocab_size, bias=False)
         self.rotary = Rotary(geometry)
 
-    def fuse(self, aux_RLD: Tensor) -> Tensor:
-        """Captured states [..., L, D] to the hidden state of step 0 [..., D]."""
+    def fc_input(self, aux_RLD: Tensor) -> Tensor:
+        """Captured states [..., L, D], normed as the flags say, to what `fc` reads [..., L*D]."""
         if self.geometry.fc_norm:
             normed = [norm(aux_RLD[..., i, :]) for i, norm in enumerate(self.fc_norm)]
             aux_RLD = torch.stack(normed, dim=-2)
         wide = aux_RLD.flatten(-2)
         if self.geometry.norm_before_fc:
             wide = self.input_norm(wide)
-        hidden: Tensor = self.fc(wide)
+        return wide
+
+    def fuse(self, aux_RLD: Tensor) -> Tensor:
+        """Captured states [..., L, D] to the hidden state of step 0 [..., D]."""
+        hidden: Tensor = self.fc(self.fc_input(aux_RLD))
         return hidden
 
     def finish(self, layer_out_RD: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +99,7 @@ class Eagle3Head(nn.Module):
                 module.weight.copy_(noise)
             elif isinstance(module, nn.RMSNorm):
                 module.weight.fill_(1.0)
-        if init is Init.target:
+        if init is not Init.random:
             hidden = self.geometry.hidden_size
             self.lm_head.weight.copy_(lm_head_WD)
             self.norm.weight.copy_(norm_D)

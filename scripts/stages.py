@@ -14,16 +14,20 @@ from omegaconf import OmegaConf
 
 from slipstream.data.files import MANIFEST, Stage, read_json, stage_fingerprint, value_hash
 from slipstream.data.progress import is_main_process
-from slipstream.drafters.config import DraftGeometry, resolve_geometry
+from slipstream.drafters.config import DraftGeometry, Init, resolve_geometry
 from slipstream.recipes.schema import Recipe
 
 if TYPE_CHECKING:
+    from slipstream.data.cache import HiddenStateCache
     from slipstream.data.target.resolve import Target
     from slipstream.eval.acceptance import AcceptanceReport
     from slipstream.train.ttt import FrozenTarget
 
 NOT_IDENTITY = ("wandb", "log_every", "validate_every", "validate_tokens", "save_every", "keep_checkpoints")
 """Training settings that do not change the trained weights."""
+
+REGRESSION_DOCUMENTS = 1000
+"""Documents that drafter.init=regression looks at."""
 
 
 class Run:
@@ -128,14 +132,15 @@ class Run:
         if engine.rank() == 0:
             stage.begin()
         frozen = self._frozen_target()
+        source = HiddenStateCache(self.path("hidden_states"))
         state = trainer.fit(
             Unroller(
-                self._new_head(frozen),
+                self._new_head(frozen, source),
                 frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
                 kind=self.recipe.train.loss,
                 chunk_rows=self.recipe.train.chunk_rows,
             ),
-            HiddenStateCache(self.path("hidden_states")),
+            source,
             self.recipe.train,
             frozen=frozen,
             folder=self.path("train"),
@@ -233,8 +238,9 @@ class Run:
             draft_ids_V=vocab_map.draft_ids_V,
         )
 
-    def _new_head(self, frozen: "FrozenTarget") -> Any:
+    def _new_head(self, frozen: "FrozenTarget", source: "HiddenStateCache") -> Any:
         from slipstream.drafters.registry import DRAFTERS
+        from slipstream.train.warm_start import regression_start
 
         head = DRAFTERS[self.recipe.drafter.kind](self.geometry)
         head.initialise(
@@ -243,6 +249,8 @@ class Run:
             norm_D=frozen.norm_D.float(),
             seed=self.recipe.seed,
         )
+        if self.recipe.drafter.init is Init.regression:
+            regression_start(head, source, frozen, num_documents=REGRESSION_DOCUMENTS)
         return head
 
 

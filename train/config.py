@@ -83,6 +83,9 @@ class TrainConfig:
     packs_per_step: int = 8
     """Packs of an optimizer step over all ranks: world size times gradient accumulation."""
     learning_rate: float = 5e-5
+    fc_learning_rate_share: float = 1.0
+    """Of `fc`, as a share of learning_rate. Without fc_norm it reads states of RMS 5 to 50, so the
+    same change of a weight moves its output that much more than elsewhere."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0
     clip_norm: float = 0.5

@@ -102,7 +102,7 @@ class Engine:
         # A kernel of inference that DeepSpeed would compile for minutes at the first start on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = torch.optim.AdamW(
-            _weight_decay_groups(module, config.weight_decay),
+            _parameter_groups(module, config),
             lr=config.learning_rate,
             betas=(config.betas[0], config.betas[1]),
             fused=device.type == "cuda",
@@ -130,7 +130,7 @@ class Engine:
     def step(self, learning_rate: float) -> None:
         """Ends a micro-batch; the last one of a step updates the weights."""
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_share"]
         self._engine.step()
 
     def grad_norm(self) -> float | None:
@@ -147,10 +147,14 @@ class Engine:
         self._engine.load_checkpoint(str(folder), tag=tag)
 
 
-def _weight_decay_groups(module: nn.Module, weight_decay: float) -> Iterable[dict[str, Any]]:
-    """Norm weights (vectors) are never decayed."""
-    parameters = list(module.parameters())
-    return [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+def _parameter_groups(module: nn.Module, config: TrainConfig) -> Iterable[dict[str, Any]]:
+    """Matrices, `fc` with its own rate, and norm weights, which are never decayed."""
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": config.weight_decay, "lr_share": 1.0},
+        {"params": [], "weight_decay": config.weight_decay, "lr_share": config.fc_learning_rate_share},
+        {"params": [], "weight_decay": 0.0, "lr_share": 1.0},
     ]
+    for name, parameter in module.named_parameters():
+        place = 2 if parameter.dim() < 2 else int(name.endswith(".fc.weight"))
+        groups[place]["params"].append(parameter)
+    return groups
