@@ -90,11 +90,11 @@ class Meter:
     def _line(self) -> None:
         self._last_line = time.monotonic()
         done = self._done + self._skipped
-        left = max(self.total - done, 0) / max(self.rate, 1e-9)
+        left = f"{max(self.total - done, 0) / self.rate:,.0f} s" if self._done else "-"
         share = 100 * done / max(self.total, 1e-9)
         say(
             f"{self.title:<12} {share:3.0f} %  {done:,.0f}/{self.total:,.0f} {self.unit}  "
-            f"{self.rate:,.1f} {self.unit}/s  ETA {left:,.0f} s  {self._note}".rstrip()
+            f"{self.rate:,.1f} {self.unit}/s  ETA {left}  {self._note}".rstrip()
         )
 
 
