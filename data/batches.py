@@ -163,7 +163,7 @@ class CachedFeeder:
         batch = pack(documents)
         if not is_real:
             batch.num_live_T.zero_()
-        return batch
+        return batch.pin_memory() if self._pin else batch
 
     def step_packs(self) -> list[DraftBatch]:
         """See `Feeder`."""

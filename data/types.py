@@ -5,7 +5,7 @@ layer, D target hidden size, V target vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -159,3 +159,8 @@ class DraftBatch:
             for name in ("aux_TLD", "last_hidden_PD")
         }
         return replace(self, **moved, **states)
+
+    def pin_memory(self) -> "DraftBatch":
+        """Copies to page-locked memory, from which a CUDA device reads while it computes."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.pin_memory() for k, v in tensors.items() if isinstance(v, Tensor)})

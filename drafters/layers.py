@@ -18,15 +18,16 @@ class Rotary(nn.Module):
 
     def __init__(self, geometry: DraftGeometry) -> None:
         super().__init__()
+        # In a tuple, so that a model cast to bfloat16 keeps its angles in float32 as the engines do.
         try:
-            self._angles = LlamaRotaryEmbedding(llama_config(geometry))
+            self._angles = (LlamaRotaryEmbedding(llama_config(geometry)),)
         except KeyError as error:
             raise ValueError(f"rope_type {error} of the target's config is not known") from None
 
     def forward(self, states_RNH: Tensor, position_R: Tensor) -> Tensor:
         """Turns queries or keys to their positions; [..., N, H] and [...] of int64."""
         flat = position_R.reshape(1, -1)
-        cos, sin = self._angles(states_RNH, flat)
+        cos, sin = self._angles[0](states_RNH, flat)
         cos, sin = (x.reshape(*position_R.shape, 1, -1) for x in (cos, sin))
         first, second = states_RNH.chunk(2, dim=-1)
         turned: Tensor = states_RNH * cos + torch.cat((-second, first), dim=-1) * sin

@@ -6,8 +6,7 @@ attention can carry, becomes the value and output projections, and queries equal
 every row attends to itself. With the target's own norm and head this drafts at once about as well
 as some hundred optimizer steps make a random layer (docs/log.md).
 
-Shapes: R rows, L captured layers, D hidden size, Z regressors, N query heads, M key/value heads, H
-head size.
+Shapes: R rows, L captured layers, D hidden size, Z regressors, X width of the attention's values.
 """
 
 import math
@@ -46,20 +45,18 @@ def regression_start(
     """
     geometry, attn = head.geometry, head.midlayer.self_attn
     hidden = geometry.hidden_size
-    wide, embed_RD, next_RD = _rows(head, source, frozen, num_documents)
-    # Blocks of captured states differ in size by an order of magnitude: even them out to solve.
-    scale_L = wide.unflatten(1, (-1, hidden)).square().mean((0, 2)).sqrt()
-    wide = (wide.unflatten(1, (-1, hidden)) / scale_L[:, None]).flatten(1)
-    inputs_RZ = torch.cat((wide, embed_RD), dim=1)
-    gram = inputs_RZ.T @ inputs_RZ / len(inputs_RZ)
-    gram.diagonal().add_(RIDGE)
-    solution_ZD = torch.linalg.solve(gram, inputs_RZ.T @ next_RD / len(inputs_RZ))
-    fc = solution_ZD[:-hidden].T.unflatten(1, (-1, hidden)) / scale_L[:, None]
-    head.fc.weight.copy_(fc.flatten(1))
+    gram_ZZ, cross_ZD = _moments(head, source, frozen, num_documents)
+    # Captured states differ in size by an order of magnitude: even the regressors out to solve.
+    scale_Z = gram_ZZ.diagonal().unflatten(0, (-1, hidden)).mean(1).sqrt().repeat_interleave(hidden)
+    even_ZZ = gram_ZZ / scale_Z / scale_Z[:, None]
+    even_ZZ.diagonal().add_(RIDGE)
+    solution_DZ = (torch.linalg.solve(even_ZZ, cross_ZD / scale_Z[:, None]) / scale_Z[:, None]).T
+    head.fc.weight.copy_(solution_DZ[:, :-hidden])
 
     _attend_to_self(head)
     groups = geometry.num_attention_heads // geometry.num_key_value_heads
-    output_DX, value_XD = _low_rank(solution_ZD[-hidden:].T, embed_RD, attn.v_proj.weight.shape[0])
+    embed_gram_DD = gram_ZZ[-hidden:, -hidden:]
+    output_DX, value_XD = _low_rank(solution_DZ[:, -hidden:], embed_gram_DD, attn.v_proj.weight.shape[0])
     attn.v_proj.weight[:, :hidden] = value_XD
     attn.v_proj.weight[:, hidden:] *= DAMPING
     shared = output_DX.unflatten(1, (geometry.num_key_value_heads, 1, geometry.head_dim)) / groups
@@ -67,21 +64,28 @@ def regression_start(
     head.midlayer.mlp.down_proj.weight *= DAMPING
 
 
-def _rows(
+def _moments(
     head: Eagle3Head, source: HiddenStateSource, frozen: FrozenTarget, num_documents: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `fc` reads [R, L*D], normed embeddings and normed next states [R, D] of supervised rows."""
-    wide, embeds, states = [], [], []
+) -> tuple[Tensor, Tensor]:
+    """Mean products of the regressors with each other [Z, Z] and with the normed next state [Z, D].
+
+    The regressors of a supervised row are what `fc` reads and the normed embedding, Z = L*D + D.
+    """
+    width = (head.geometry.hidden_size,)
+    num_regressors, num_rows = head.geometry.fc_width + width[0], 0
+    gram_ZZ, cross_ZD = torch.zeros(num_regressors, num_regressors), torch.zeros(num_regressors, *width)
     for info in source.rows("train")[:num_documents]:
         rows = align(source.load(info.id), seed=0, epoch=0)
         live = rows.num_live_T > 0
-        wide.append(head.fc_input(rows.aux_TLD[live].float()))
-        embeds.append(frozen.embedding_VD[rows.token_T[live]].float())
-        states.append(rows.last_hidden_PD[rows.teacher_T[live]].float())
-    if not sum(map(len, embeds)):
+        embed_RD = F.rms_norm(frozen.embedding_VD[rows.token_T[live]].float(), width)
+        next_RD = F.rms_norm(rows.last_hidden_PD[rows.teacher_T[live]].float(), width)
+        inputs_RZ = torch.cat((head.fc_input(rows.aux_TLD[live].float()), embed_RD), dim=1)
+        gram_ZZ.addmm_(inputs_RZ.T, inputs_RZ)
+        cross_ZD.addmm_(inputs_RZ.T, next_RD)
+        num_rows += len(inputs_RZ)
+    if not num_rows:
         raise ValueError("drafter.init=regression finds no supervised row: use drafter.init=target")
-    width = (head.geometry.hidden_size,)
-    return torch.cat(wide), F.rms_norm(torch.cat(embeds), width), F.rms_norm(torch.cat(states), width)
+    return gram_ZZ / num_rows, cross_ZD / num_rows
 
 
 def _attend_to_self(head: Eagle3Head) -> None:
@@ -96,12 +100,12 @@ def _attend_to_self(head: Eagle3Head) -> None:
     attn.q_proj.weight.copy_(by_head.expand(-1, groups, -1, -1).flatten(0, 2))
 
 
-def _low_rank(map_DD: Tensor, inputs_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Two factors of a linear map, [D, rank] and [rank, D], best for inputs like the given ones."""
-    values, vectors = torch.linalg.eigh(inputs_RD.T @ inputs_RD / len(inputs_RD))
+def _low_rank(map_DD: Tensor, gram_DD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Two factors of a linear map, [D, rank] and [rank, D], best for inputs of the given second moment."""
+    values, vectors = torch.linalg.eigh(gram_DD)
     root = vectors * values.clamp_min(1e-8).sqrt()
     left, singular, right = torch.linalg.svd(map_DD @ root)
     half = singular[:rank].sqrt()
-    factors = left[:, :rank] * half, half[:, None] * (right[:rank] @ torch.linalg.inv(root))
+    output, value = left[:, :rank] * half, half[:, None] * (right[:rank] @ torch.linalg.inv(root))
     missing = rank - half.numel()
-    return F.pad(factors[0], (0, max(missing, 0))), F.pad(factors[1], (0, 0, 0, max(missing, 0)))
+    return F.pad(output, (0, missing)), F.pad(value, (0, 0, 0, missing))
