@@ -5,7 +5,7 @@ layer, D target hidden size, V target vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -152,15 +152,13 @@ class DraftBatch:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "DraftBatch":
         """Moves to a device; the states become `dtype`."""
-        names = ("token_T", "position_T", "num_live_T", "survival_T", "teacher_T", "argmax_P", "logsumexp_P")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        states = {
-            name: getattr(self, name).to(device, dtype, non_blocking=True)
-            for name in ("aux_TLD", "last_hidden_PD")
-        }
-        return replace(self, **moved, **states)
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in (*_STATES, *_OTHERS)}
+        return replace(self, **moved | {name: moved[name].to(dtype) for name in _STATES})
 
     def pin_memory(self) -> "DraftBatch":
         """Copies to page-locked memory, from which a CUDA device reads while it computes."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.pin_memory() for k, v in tensors.items() if isinstance(v, Tensor)})
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in (*_STATES, *_OTHERS)})
+
+
+_STATES = ("aux_TLD", "last_hidden_PD")
+_OTHERS = ("token_T", "position_T", "num_live_T", "survival_T", "teacher_T", "argmax_P", "logsumexp_P")
