@@ -58,6 +58,7 @@ def test_command_composes(words):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_command_runs(tmp_path):
     """In the order of the README, in a folder that looks like a clone."""
     for name in ("scripts", "train.py"):
