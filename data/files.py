@@ -111,7 +111,7 @@ class Stage:
         self.settings = json.loads(json.dumps(dict(settings), default=str))
         self._manifest = folder / MANIFEST
         if self._manifest.exists():
-            self._refuse_other(read_json(self._manifest)["settings"])
+            self._refuse_other(read_manifest(self.folder)["settings"])
 
     def _refuse_other(self, found: Mapping[str, Any]) -> None:
         keys = sorted(found.keys() | self.settings.keys())
@@ -128,7 +128,7 @@ class Stage:
     @property
     def is_complete(self) -> bool:
         """Whether every output is there, as it was written."""
-        files = read_json(self._manifest)["files"] if self._manifest.exists() else None
+        files = read_manifest(self.folder)["files"] if self._manifest.exists() else None
         return files is not None and all(
             (self.folder / name).is_file() and (self.folder / name).stat().st_size == entry["bytes"]
             for name, entry in files.items()
@@ -148,13 +148,25 @@ class Stage:
         write_json(self._manifest, content)
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Content of a stage's manifest; a broken one is a ValueError that names it."""
+    path = folder / MANIFEST
+    try:
+        content = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{error}: run that stage first, or delete {folder} to make it again") from None
+    if not isinstance(content, dict) or not {"stage", "settings", "files"} <= content.keys():
+        raise ValueError(f"{path} is not the manifest of a stage: delete {folder} to make it again")
+    return content
+
+
 def stage_fingerprint(folder: Path) -> str:
     """Hash of settings and outputs of the complete stage in `folder`.
 
     Raises:
         ValueError: the stage is missing or not complete.
     """
-    content = read_json(folder / MANIFEST)
+    content = read_manifest(folder)
     if content["files"] is None:
         raise ValueError(f"{folder} is not complete: run the {content['stage']} stage to its end first")
     return value_hash([content["settings"], content["files"]])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from slipstream.data.files import MANIFEST, read_json, write_json
+from slipstream.data.files import read_json, read_manifest, write_json
 from slipstream.data.progress import say, timed
 from slipstream.recipes.schema import Recipe
 from slipstream.scripts.cli import command
@@ -71,7 +71,7 @@ def summary(run: Run, report: "AcceptanceReport", seconds: dict[str, float]) -> 
         "acceptance_rate_per_position": [round(rate, 4) for rate in report.unconditional_K],
         "speedup": round(report.speedup, 3),
         "lossless": report.lossless,
-        "train_tokens": read_json(run.path("train") / MANIFEST)["facts"]["train_tokens"],
+        "train_tokens": read_manifest(run.path("train"))["facts"]["train_tokens"],
         "seconds_per_stage": {name: round(value, 1) for name, value in seconds.items()},
         "export": str(run.path("export")),
     }

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from slipstream.data.cache import STORAGE_DTYPES, HiddenStateCache
 from slipstream.data.capture import estimate_bytes
-from slipstream.data.files import MANIFEST, read_json
+from slipstream.data.files import MANIFEST, read_manifest
 from slipstream.drafters.config import DraftGeometry, resolve_geometry
 from slipstream.drafters.registry import DRAFTERS
 from slipstream.scripts.stages import Run, is_complete
@@ -38,7 +38,7 @@ def _state(run: Run, name: str) -> tuple[str, str]:
         return "missing", "not known yet"
     if not is_complete(folder):
         return "begun", "not known yet"
-    facts = read_json(folder / MANIFEST)["facts"]
+    facts = read_manifest(folder)["facts"]
     key = COUNTS.get(name, "")
     return "complete", f"{facts[key]:,} {key.replace('_', ' ')}" if key in facts else ""
 
