@@ -128,11 +128,7 @@ class Stage:
     @property
     def is_complete(self) -> bool:
         """Whether every output is there, as it was written."""
-        files = read_manifest(self.folder)["files"] if self._manifest.exists() else None
-        return files is not None and all(
-            (self.folder / name).is_file() and (self.folder / name).stat().st_size == entry["bytes"]
-            for name, entry in files.items()
-        )
+        return is_complete(self.folder)
 
     def begin(self) -> None:
         """Marks the folder, made when missing, with the settings; to be called before the first output."""
@@ -146,6 +142,15 @@ class Stage:
         }
         content = {"stage": self.name, "settings": self.settings, "files": files, "facts": facts}
         write_json(self._manifest, content)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the stage in `folder` ran to its end and every output still has its size."""
+    files = read_manifest(folder)["files"] if (folder / MANIFEST).exists() else None
+    return files is not None and all(
+        (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"]
+        for name, entry in files.items()
+    )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

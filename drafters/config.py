@@ -50,8 +50,8 @@ class DrafterConfig:
             found.append(f"drafter.kind={self.kind}: known is eagle3")
         if self.num_layers != 1:
             found.append("drafter.num_layers must be 1")
-        if self.aux_layers != sorted(set(self.aux_layers)) or min(self.aux_layers, default=0) < 0:
-            found.append(f"drafter.aux_layers={self.aux_layers} must be strictly increasing and >= 0")
+        if self.aux_layers != sorted(set(self.aux_layers)) or min(self.aux_layers, default=1) < 1:
+            found.append(f"drafter.aux_layers={self.aux_layers} must be strictly increasing and >= 1")
         if self.norm_before_fc and self.fc_norm:
             found.append("drafter.norm_before_fc and drafter.fc_norm exclude each other")
         return found

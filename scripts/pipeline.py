@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from slipstream.data.files import read_json, read_manifest, write_json
+from slipstream.data.files import is_complete, read_json, read_manifest, write_json
 from slipstream.data.progress import say, timed
 from slipstream.recipes.schema import Recipe
 from slipstream.scripts.cli import command
 from slipstream.scripts.plan import print_plan
-from slipstream.scripts.stages import Run, is_complete
+from slipstream.scripts.stages import Run
 
 if TYPE_CHECKING:
     from slipstream.eval.acceptance import AcceptanceReport

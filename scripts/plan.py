@@ -8,10 +8,10 @@ from rich.table import Table
 
 from slipstream.data.cache import STORAGE_DTYPES, HiddenStateCache
 from slipstream.data.capture import estimate_bytes
-from slipstream.data.files import MANIFEST, read_manifest
+from slipstream.data.files import MANIFEST, is_complete, read_manifest
 from slipstream.drafters.config import DraftGeometry, resolve_geometry
 from slipstream.drafters.registry import DRAFTERS
-from slipstream.scripts.stages import Run, is_complete
+from slipstream.scripts.stages import Run
 
 COUNTS = {"prompts": "kept", "regenerated": "answers", "tokens": "kept", "hidden_states": "supervised_tokens"}
 """The fact of a complete stage that tells its size."""

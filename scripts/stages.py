@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from slipstream.data.files import MANIFEST, Stage, read_manifest, stage_fingerprint, value_hash
+from slipstream.data.files import Stage, is_complete, stage_fingerprint, value_hash
 from slipstream.data.progress import is_main_process
 from slipstream.drafters.config import DraftGeometry, Init, resolve_geometry
 from slipstream.recipes.schema import Recipe
@@ -252,11 +252,6 @@ class Run:
         if self.recipe.drafter.init is Init.regression:
             regression_start(head, source, frozen, num_documents=REGRESSION_DOCUMENTS)
         return head
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether the stage in `folder` ran to its end."""
-    return (folder / MANIFEST).exists() and read_manifest(folder)["files"] is not None
 
 
 def plain(config: Any) -> dict[str, Any]:
