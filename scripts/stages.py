@@ -160,7 +160,9 @@ class Run:
         from slipstream.train.checkpoint import latest_checkpoint, read_head
 
         self.require("train")
+        Stage(self.path("train"), "train", self._train_settings())  # refuses a recipe it was not trained with
         settings = {
+            "target_fingerprint": self.target.fingerprint,
             "train": stage_fingerprint(self.path("train")),
             "dtype": self.recipe.export.dtype.value,
         }

@@ -37,7 +37,7 @@ def save_checkpoint(
         engine: its states are written by every rank.
         head: written by rank 0.
         state: written by rank 0.
-        settings: what the run was started with, checked on resume.
+        settings: what the run was started with, for people who look; the stage's manifest is what is checked.
         keep: older complete checkpoints beyond this number are removed.
     """
     target = folder / f"step-{state.step:07d}"
