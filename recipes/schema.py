@@ -36,6 +36,16 @@ class ExportConfig:
 
 
 @dataclass
+class EnginesConfig:
+    """Where scripts/doctor.py finds the serving engines."""
+
+    vllm_python: str = ""
+    """A Python that has vLLM; empty: a cached environment for CPUs, made on first use."""
+    sglang_python: str = ""
+    """The same for SGLang."""
+
+
+@dataclass
 class Recipe:
     """Everything a run needs."""
 
@@ -48,12 +58,15 @@ class Recipe:
     """scripts/pipeline.py prints what it would do and stops."""
     row: str = "0"
     """Row that scripts/show_mask.py shows: an id, or a number."""
+    replay: bool = False
+    """scripts/doctor.py also decodes the held-out prompts in the engines of export.engines."""
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    engines: EnginesConfig = field(default_factory=EnginesConfig)
 
     def check(self) -> None:
         """Raises ValueError with every mistake in the recipe at once."""

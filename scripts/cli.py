@@ -15,6 +15,9 @@ from slipstream.data.progress import is_main_process
 from slipstream.recipes.schema import Recipe, nearest_key, register
 
 BAD_INPUT, INTERRUPTED = 2, 130
+RECIPE = "recipe.yaml"
+"""What a run was started with, in its folder."""
+USER_ERRORS = (OmegaConfBaseException, ValueError, OSError)
 
 
 def command(task: Callable[[Recipe], None]) -> Callable[[], None]:
@@ -28,9 +31,9 @@ def command(task: Callable[[Recipe], None]) -> Callable[[], None]:
             recipe: Recipe = OmegaConf.to_object(composed)  # type: ignore[assignment]
             recipe.check()
             if is_main_process() and not recipe.plan:
-                write_text(Path(recipe.run_dir) / "recipe.yaml", OmegaConf.to_yaml(composed, resolve=True))
+                write_text(Path(recipe.run_dir) / RECIPE, OmegaConf.to_yaml(composed, resolve=True))
             task(recipe)
-        except (OmegaConfBaseException, ValueError, OSError) as error:
+        except USER_ERRORS as error:
             failures.append(error)  # raised here, Hydra would print a line of its own
 
     def main() -> None:
@@ -44,9 +47,25 @@ def command(task: Callable[[Recipe], None]) -> Callable[[], None]:
             print("interrupted: run the same command again to go on", file=sys.stderr)
             sys.exit(INTERRUPTED)
         if failures:
-            _fail(failures[0])
+            fail(failures[0])
 
     return main
+
+
+def recorded_recipe(run_dir: str, overrides: list[str]) -> Recipe:
+    """The recipe a run was started with, changed by `key=value` words.
+
+    Raises:
+        ValueError: the folder holds none.
+    """
+    path = Path(run_dir) / RECIPE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: name the run_dir of a run")
+    changes = OmegaConf.from_dotlist([f"run_dir={run_dir}", *overrides])
+    recorded = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path), changes)
+    recipe: Recipe = OmegaConf.to_object(recorded)  # type: ignore[assignment]
+    recipe.check()
+    return recipe
 
 
 def _explain(error: Exception) -> str:
@@ -62,7 +81,8 @@ def _explain(error: Exception) -> str:
     return text
 
 
-def _fail(error: Exception) -> None:
+def fail(error: Exception) -> None:
+    """Prints one line and ends the program."""
     if "SLIPSTREAM_TRACEBACK" in os.environ:
         raise error
     print(f"error: {' '.join(_explain(error).split())}", file=sys.stderr)

@@ -20,6 +20,7 @@ from slipstream.recipes.schema import Recipe
 if TYPE_CHECKING:
     from slipstream.data.cache import HiddenStateCache
     from slipstream.data.target.resolve import Target
+    from slipstream.data.types import Conversation
     from slipstream.eval.acceptance import AcceptanceReport
     from slipstream.train.ttt import FrozenTarget
 
@@ -188,17 +189,22 @@ class Run:
         )
         stage.complete(names)
 
-    def evaluate(self) -> "AcceptanceReport":
-        """Measures the exported bundle with the built-in decoder."""
+    def held_out(self) -> "list[Conversation]":
+        """The prompts that the head is measured on."""
         from slipstream.data.config import PromptsConfig
         from slipstream.data.conversations import load_prompts
-        from slipstream.eval.acceptance import measure
 
         config = self.recipe.eval
+        conversations, _ = load_prompts(PromptsConfig(paths=list(config.prompts), limit=config.limit))
+        return conversations
+
+    def evaluate(self) -> "AcceptanceReport":
+        """Measures the exported bundle with the built-in decoder."""
+        from slipstream.eval.acceptance import measure
+
         self.require("export")
-        prompts = PromptsConfig(paths=list(config.prompts), limit=config.limit)
-        conversations, _ = load_prompts(prompts)
-        return measure(self.target, self.path("export"), config, conversations, self.path("evaluation"))
+        folders = self.path("export"), self.path("evaluation")
+        return measure(self.target, folders[0], self.recipe.eval, self.held_out(), folders[1])
 
     def stages(self) -> dict[str, Callable[[], Any]]:
         """Every stage in order, by the name of its folder."""

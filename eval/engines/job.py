@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 RESULT, STATES = "result.json", "states.safetensors"
 
@@ -57,6 +58,15 @@ class EngineResult:
         """Hands the result over."""
         text = json.dumps(dataclasses.asdict(self))
         (Path(job.out) / RESULT).write_text(text, encoding="utf-8")
+
+
+def rendered(tokenizer: Any, chat: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a chat up to the next answer; none without a chat."""
+    if not chat:
+        return []
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return token_ids
 
 
 def write_jobs(path: Path, jobs: Sequence[EngineJob]) -> None:

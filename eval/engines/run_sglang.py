@@ -11,7 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slipstream.eval.engines.job import STATES, EngineAnswer, EngineJob, EngineResult, read_jobs
+from slipstream.eval.engines.job import (
+    STATES,
+    EngineAnswer,
+    EngineJob,
+    EngineResult,
+    read_jobs,
+    rendered,
+)
 
 TRACE, NUM_TRACED = "SLIPSTREAM_TRACE", "SLIPSTREAM_NUM_TRACED"
 DRAFTS = "drafts.jsonl"
@@ -64,11 +71,16 @@ def run(job: EngineJob) -> None:
         "stop_token_ids": list(job.stop_ids),
     }
     seen = 0
-    for prompt in job.prompts:
+    tokenizer = engine.tokenizer_manager.tokenizer
+    for prompt, chat in zip(job.prompts, job.chats or [()] * len(job.prompts), strict=True):
         done = engine.generate(input_ids=list(prompt), sampling_params=greedy)
         lines = drafts.read_text(encoding="utf-8").splitlines()
         answers.append(
-            EngineAnswer(token_ids=done["output_ids"], drafts=[json.loads(line) for line in lines[seen:]])
+            EngineAnswer(
+                token_ids=done["output_ids"],
+                drafts=[json.loads(line) for line in lines[seen:]],
+                rendered=rendered(tokenizer, chat),
+            )
         )
         seen = len(lines)
         for accepted, rounds in enumerate(done["meta_info"].get("spec_correct_drafts_histogram", ())):

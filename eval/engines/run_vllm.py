@@ -6,7 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slipstream.eval.engines.job import STATES, EngineAnswer, EngineJob, EngineResult, read_jobs
+from slipstream.eval.engines.job import (
+    STATES,
+    EngineAnswer,
+    EngineJob,
+    EngineResult,
+    read_jobs,
+    rendered,
+)
 
 ROUNDS = "vllm:spec_decode_num_drafts"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -101,12 +108,11 @@ def _answer(llm: Any, job: EngineJob, recorder: _Recorder, prompt: Any, chat: An
     recorder.begin()
     greedy = SamplingParams(temperature=0.0, max_tokens=job.max_new_tokens, stop_token_ids=list(job.stop_ids))
     (done,) = llm.generate([{"prompt_token_ids": list(prompt)}], greedy, use_tqdm=False)
-    rendered = []
-    if chat:
-        tokenizer = llm.get_tokenizer()
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        rendered = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return EngineAnswer(token_ids=list(done.outputs[0].token_ids), drafts=recorder.drafts, rendered=rendered)
+    return EngineAnswer(
+        token_ids=list(done.outputs[0].token_ids),
+        drafts=recorder.drafts,
+        rendered=rendered(llm.get_tokenizer(), chat),
+    )
 
 
 def _counters(llm: Any, num_draft_tokens: int) -> list[int]:
