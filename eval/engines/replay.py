@@ -21,7 +21,7 @@ from slipstream.data.template import render_prompt, stop_token_ids
 from slipstream.data.types import Conversation, Message
 from slipstream.eval.config import EvalConfig
 from slipstream.eval.decoder import Draft, EagleDrafter, SpeculativeDecoder
-from slipstream.eval.engines.job import EngineAnswer, EngineJob, EngineResult
+from slipstream.eval.engines.job import STATES, EngineAnswer, EngineJob, EngineResult
 from slipstream.eval.verify import Sampling
 
 NUM_TRACED = 4
@@ -49,6 +49,7 @@ class Replay:
     ) -> EngineJob:
         """The same task for an engine."""
         out.mkdir(parents=True, exist_ok=True)
+        (out / STATES).unlink(missing_ok=True)  # of an earlier comparison
         return EngineJob(
             out=str(out),
             target=target,

@@ -166,6 +166,25 @@ def test_doctor(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None
     assert "recipe.yaml does not exist" in done.stderr
 
 
+def test_speculators_form(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None:
+    """The same head in the form that names its target; our own reader takes it too."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    for stage in ("export", "evaluation"):
+        shutil.rmtree(folder / stage)
+    words = ["recipe=tiny", f"run_dir={folder}", "export.format=speculators", "export.engines=[vllm]"]
+    for script in ("export", "doctor", "evaluate"):
+        done = run([f"scripts/{script}.py", *words], cache)
+        assert done.returncode == 0, done.stderr
+    config = json.loads((folder / "export" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "toy"
+    card = (folder / "export" / "README.md").read_text()
+    assert "vllm serve PATH_OR_ID" in card
+    assert "SGLang" not in card
+    reports = [next(f.glob("evaluation/*/acceptance.json")).read_text() for f in (folder, finished[0])]
+    assert len({json.loads(report)["acceptance_length"] for report in reports}) == 1
+
+
 BAD = {
     "unknown key": (["train.learning_rat=1"], "did you mean train.learning_rate"),
     "unknown recipe": (["recipe=nope"], "demo"),
