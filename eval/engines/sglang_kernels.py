@@ -20,50 +20,18 @@ from torch import Tensor
 INERT = ("sgl_kernel", "torchvision")
 
 
-def extend_attention_cpu(
-    query_XNH: Tensor,
-    key_XMH: Tensor,
-    value_XMH: Tensor,
-    out_XNH: Tensor,
-    key_pool: Tensor,
-    value_pool: Tensor,
-    key_scale: float,
-    value_scale: float,
-    req_to_token: Tensor,
-    request_B: Tensor,
-    length_B: Tensor,
-    num_new_B: Tensor,
-    first_B: Tensor,
-    max_new: int,
-    scale: float,
-    *others: Any,
-) -> None:
+def extend_attention_cpu(query_XNH: Tensor, key: Tensor, value: Tensor, out_XNH: Tensor, *rest: Any) -> None:
     """Causal attention of each request's newest rows over all its rows, which the pool holds."""
+    key_pool, value_pool, _, _, req_to_token, request_B, length_B, num_new_B, first_B, _, scale, *_ = rest
     for b, length in enumerate(length_B.tolist()):
-        first, num_new = int(first_B[b]), int(num_new_B[b])
         slots_S = req_to_token[request_B[b], :length].long()
-        rows = slice(first, first + num_new)
+        rows = slice(int(first_B[b]), int(first_B[b] + num_new_B[b]))
         out_XNH[rows] = _attend(query_XNH[rows], key_pool[slots_S], value_pool[slots_S], scale)
 
 
-def decode_attention_cpu(
-    query_BNH: Tensor,
-    key_pool: Tensor,
-    value_pool: Tensor,
-    key_scale: float,
-    value_scale: float,
-    out_BNH: Tensor,
-    key_BMH: Tensor,
-    value_BMH: Tensor,
-    slot_B: Tensor,
-    scratch: Tensor,
-    req_to_token: Tensor,
-    request_B: Tensor,
-    length_B: Tensor,
-    scale: float,
-    *others: Any,
-) -> None:
+def decode_attention_cpu(query_BNH: Tensor, key_pool: Tensor, value_pool: Tensor, *rest: Any) -> None:
     """Writes one new row per request and attends from it to all the request's rows."""
+    _, _, out_BNH, key_BMH, value_BMH, slot_B, _, req_to_token, request_B, length_B, scale, *_ = rest
     key_pool[slot_B.long()] = key_BMH.view(-1, *key_pool.shape[1:])
     value_pool[slot_B.long()] = value_BMH.view(-1, *value_pool.shape[1:])
     for b, length in enumerate(length_B.tolist()):
@@ -88,48 +56,29 @@ def build_draft_decode_metadata_cpu(
 
 
 def build_tree_kernel_efficient_cpu(
-    parents: Tensor,
-    chosen: Tensor,
-    length_B: Tensor,
-    tree_mask: Tensor,
-    position_X: Tensor,
-    index_BW: Tensor,
-    next_token_BW: Tensor,
-    next_sibling_BW: Tensor,
-    topk: int,
-    depth: int,
-    width: int,
-    mode: int,
+    parents: Tensor, chosen: Tensor, length_B: Tensor, mask: Tensor, position_X: Tensor, *rest: Any
 ) -> None:
     """A chain as a tree: each node's only child is the next one; the mask is causal."""
+    index_BW, next_token_BW, next_sibling_BW, topk, _, width, _ = rest
     _chains_only(topk)
-    step_W = torch.arange(width)
-    num_requests = length_B.shape[0]
+    step_W, num_requests = torch.arange(width), length_B.shape[0]
     position_X.copy_((length_B[:, None] + step_W).flatten())
     index_BW.copy_(torch.arange(num_requests * width).view(num_requests, width))
     next_token_BW.copy_(torch.where(step_W + 1 < width, step_W + 1, -1))
     next_sibling_BW.fill_(-1)
-    causal_WW = torch.ones(width, width, dtype=tree_mask.dtype).tril()
-    tree_mask.view(-1)[: num_requests * width * width] = causal_WW.flatten().repeat(num_requests)
+    causal_WW = torch.ones(width, width, dtype=mask.dtype).tril()
+    mask.view(-1)[: num_requests * width * width] = causal_WW.flatten().repeat(num_requests)
 
 
 def verify_tree_greedy_cpu(
-    *,
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    target_predict: Tensor,
+    *, predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, **rest: Tensor
 ) -> None:
     """Accepts drafts while each equals the target's choice at the node before it."""
-    target_BW = target_predict.view(candidates.shape)
+    index_BW, target_BW = rest["retrive_index"], rest["target_predict"].view(candidates.shape)
     for b in range(candidates.shape[0]):
         same_W = candidates[b, 1:] == target_BW[b, :-1]
         num_accepted = int(same_W.long().cumprod(0).sum())
-        kept_W = retrive_index[b, : num_accepted + 1].long()
+        kept_W = index_BW[b, : num_accepted + 1].long()
         accept_index[b, : num_accepted + 1] = kept_W.to(accept_index.dtype)
         predicts[kept_W] = target_BW[b, : num_accepted + 1].to(predicts.dtype)
         accept_token_num[b] = num_accepted
@@ -160,15 +109,10 @@ def _parts(
 
 
 def assign_draft_cache_locs_contiguous_cpu(
-    request_B: Tensor,
-    req_to_token: Tensor,
-    length_B: Tensor,
-    out: Tensor,
-    pool_length: int,
-    topk: int,
-    steps: int,
+    request_B: Tensor, req_to_token: Tensor, length_B: Tensor, out: Tensor, *rest: int
 ) -> None:
     """Slots of the drafts: those behind what the request holds."""
+    pool_length, topk, steps = rest
     _chains_only(topk)
     assign_extend_cache_locs_cpu(request_B, req_to_token, length_B, length_B + steps, out, pool_length)
 
