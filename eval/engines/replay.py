@@ -155,10 +155,8 @@ def _until_stop(
         if num_made >= length:
             break
         follows = tokens[num_made : num_made + len(draft)]
-        same = next(
-            (i for i, pair in enumerate(zip(draft, follows, strict=True)) if pair[0] != pair[1]), None
-        )
-        accepted.append(len(draft) if same is None else same)
+        same = [a == b for a, b in zip(draft, follows, strict=False)]  # an answer may end within
+        accepted.append(same.index(False) if False in same else len(same))
         num_made += accepted[-1] + 1
     return accepted, list(tokens[:length])
 
@@ -180,10 +178,9 @@ def compare(ours: Replay, theirs: EngineResult, states_file: Path, model: PreTra
         for stage, name in (("captured states", "aux"), ("fc output", "fc")):
             findings.append(_compare_states(stage, name, ours.states, found, model.dtype))
     pairs = list(zip(ours.result.answers, theirs.answers, strict=True))
-    depth = len(ours.result.accepted_K)
     tokens = [i for i, (a, b) in enumerate(pairs) if list(a.token_ids) != list(b.token_ids)]
     ties = [i for i in tokens if _gap(ours.prompts[i], *pairs[i], model) < NEAR_TIE]
-    first, later = _differing_drafts([pair for i, pair in enumerate(pairs) if i not in tokens], depth)
+    first, later = _differing_drafts([pair for i, pair in enumerate(pairs) if i not in tokens])
     num_rounds = ours.result.num_rounds
     findings.append(_count("first drafts", first, num_rounds, "rounds"))
     findings.append(_count("later drafts", later, num_rounds, "rounds"))
@@ -218,21 +215,35 @@ def _compare_states(
 
 
 def _differing_drafts(
-    pairs: Sequence[tuple[EngineAnswer, EngineAnswer]], depth: int
+    pairs: Sequence[tuple[EngineAnswer, EngineAnswer]],
 ) -> tuple[list[int], list[int]]:
-    """Rounds, numbered through, whose first or whose later drafts differ."""
+    """Our rounds, numbered through, whose first or whose later drafts differ.
+
+    Rounds are compared where both sides draft behind the same token: one other draft, and from then
+    on the rounds of the two sides may begin elsewhere.
+    """
     first: list[int] = []
     later: list[int] = []
     number = 0
     for ours, theirs in pairs:
-        others = [*theirs.drafts, *[[]] * max(len(ours.drafts) - len(theirs.drafts), 0)]
-        for a, b in zip(ours.drafts, others[: len(ours.drafts)], strict=True):
-            if a[:1] != b[:1]:
+        known = _by_place(theirs)
+        for place, draft in _by_place(ours).items():
+            other = known.get(place, draft)
+            if other[:1] != draft[:1]:
                 first.append(number)
-            elif list(a) != list(b)[:depth]:
+            elif other != draft:
                 later.append(number)
             number += 1
     return first, later
+
+
+def _by_place(answer: EngineAnswer) -> dict[int, list[int]]:
+    """The draft of each round, by the number of tokens before it."""
+    accepted, _ = _until_stop(answer.token_ids, answer.drafts, (), len(answer.token_ids))
+    places = [1]
+    for num in accepted:
+        places.append(places[-1] + num + 1)
+    return dict(zip(places, map(list, answer.drafts[: len(accepted)]), strict=False))
 
 
 @torch.no_grad()

@@ -17,8 +17,8 @@ from slipstream.drafters.config import DrafterConfig, resolve_geometry
 from slipstream.eval.acceptance import load_drafter
 from slipstream.eval.config import EvalConfig
 from slipstream.eval.engines.environment import engine_python, run_jobs
-from slipstream.eval.engines.job import EngineResult, read_jobs, read_result, write_jobs
-from slipstream.eval.engines.replay import Replay, compare, decode
+from slipstream.eval.engines.job import EngineAnswer, EngineResult, read_jobs, read_result, write_jobs
+from slipstream.eval.engines.replay import Replay, _differing_drafts, compare, decode
 from tests.heads import make_head, write_export
 
 CONFIG = EvalConfig(num_draft_tokens=3, max_new_tokens=12)
@@ -103,6 +103,16 @@ def test_answers_may_part_at_a_near_tie(replay, tmp_path: Path, monkeypatch) -> 
     found = {f.stage: f for f in compare(ours, theirs, tmp_path / "none", model)}
     assert found["token ids"].equal
     assert "1 part at a near-tie" in found["token ids"].text
+
+
+def test_rounds_are_compared_where_both_begin() -> None:
+    """A later draft that differs moves the engine's next rounds, whose first drafts are still the same."""
+    tokens = [5, 6, 7, 8, 9]
+    ours = EngineAnswer(token_ids=tokens, drafts=[[6, 7], [9, 1]])
+    theirs = EngineAnswer(token_ids=tokens, drafts=[[6, 3], [8, 9]])
+    assert _differing_drafts([(ours, theirs)]) == ([], [0])
+    assert _differing_drafts([(ours, ours)]) == ([], [])
+    assert _differing_drafts([(theirs, ours)]) == ([], [0])
 
 
 def test_jobs_and_results_survive_the_way(replay, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
