@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 RESULT, STATES = "result.json", "states.safetensors"
+ROOM = 64
+"""Positions behind the longest answer, so that its last round is drafted in full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

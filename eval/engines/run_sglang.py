@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.eval.engines.job import (
+    ROOM,
     STATES,
     EngineAnswer,
     EngineJob,
@@ -22,7 +23,6 @@ from slipstream.eval.engines.job import (
 
 TRACE, NUM_TRACED = "SLIPSTREAM_TRACE", "SLIPSTREAM_NUM_TRACED"
 DRAFTS = "drafts.jsonl"
-MAX_TOKENS, MAX_CONTEXT = 8192, 2048
 CPU = {
     "device": "cpu",
     "dtype": "float32",
@@ -50,6 +50,7 @@ def run(job: EngineJob) -> None:
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": job.num_draft_tokens + 1,
         }
+    length = max(map(len, job.prompts)) + job.max_new_tokens + ROOM
     engine = sglang.Engine(
         model_path=job.target,
         disable_radix_cache=True,
@@ -57,8 +58,8 @@ def run(job: EngineJob) -> None:
         disable_overlap_schedule=True,
         page_size=1,
         max_running_requests=1,
-        max_total_tokens=MAX_TOKENS,
-        context_length=MAX_CONTEXT,
+        max_total_tokens=4 * length,
+        context_length=length,
         skip_server_warmup=True,
         log_level="warning",
         **settings,

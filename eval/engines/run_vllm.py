@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.eval.engines.job import (
+    ROOM,
     STATES,
     EngineAnswer,
     EngineJob,
@@ -18,8 +19,6 @@ from slipstream.eval.engines.job import (
 ROUNDS = "vllm:spec_decode_num_drafts"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos"
 KV_CACHE_BYTES = 256 << 20
-ROOM = 64
-"""Positions behind the longest answer, so that its last round is drafted in full."""
 
 
 class _Recorder:

@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3, two layers, 3.1": {"qk_norm": True, "num_layers": 2, **EAGLE31},
 }
 VLLM_ONLY = {"norm before residual", "last state", "qwen3", "qwen3, two layers, 3.1"}
-IN_SGLANG = ["eagle3", "eagle3.1", "two layers, five states, 3.1"]
+IN_SGLANG = ["eagle3", "whole vocabulary", "norm before fc", "eagle3.1", "two layers, five states, 3.1"]
 PLAIN, SPECULATORS = "plain decoding", "speculators form"
 NUM_PROMPTS = 6
 
