@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -174,10 +174,13 @@ def load_head(folder: Path) -> ServedHead:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} does not exist: export a trained head into {folder} first")
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        with safe_open(folder / WEIGHTS, framework="pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"{folder} is damaged ({error}): delete it and export again") from None
     geometry = geometry_from_config(config, folder / CONFIG)
-    with safe_open(folder / WEIGHTS, framework="pt") as stored:
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     check_tensors(geometry, tensors, str(folder / WEIGHTS))
     d2t = tensors.pop("d2t", torch.zeros(geometry.draft_vocab_size, dtype=torch.int64))
     t2d = tensors.pop("t2d", torch.ones(geometry.vocab_size, dtype=torch.bool))
