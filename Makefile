@@ -10,12 +10,13 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 # Small machines: spinning OpenMP threads slow each other down several times.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help dev lint type test test-unit test-slow demo clean
+.PHONY: help dev lint type test test-unit test-slow test-engines demo clean
 
 help:
 	@echo "make demo       a real model gets a draft head, from prompts to the acceptance table"
 	@echo "make test       lint, types, unit tests, then the slow tests (what CI runs)"
 	@echo "make test-unit  unit tests only"
+	@echo "make test-engines  real vLLM and SGLang serve our heads (two environments, 6 GB, cached)"
 	@echo "make lint type  ruff, codespell, file checks; mypy"
 	@echo "make dev        the environment of all these, in $(VENV)"
 	@echo "make clean      removes $(VENV) and the caches, keeps runs/"
@@ -61,10 +62,14 @@ type: dev
 	$(VENV)/bin/mypy
 
 test-unit: dev
-	$(PYTHON) -m pytest -m "not slow"
+	$(PYTHON) -m pytest -m "not slow and not engine"
 
 test-slow: dev
 	$(PYTHON) -m pytest -m slow
+
+# The engines live in environments of their own, in ~/.cache/slipstream/engines or SLIPSTREAM_CACHE.
+test-engines: dev
+	$(PYTHON) -m pytest -m engine tests/engines
 
 test: dev
 	$(MAKE) --no-print-directory lint

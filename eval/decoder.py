@@ -76,12 +76,16 @@ class EagleDrafter:
         self._num_committed = 0
         self._sampling, self._generator = sampling, generator
 
+    def fuse(self, aux_TLD: Tensor) -> Tensor:
+        """Captured states to what the first layer reads, [T, D]."""
+        return self._head.fuse(aux_TLD)
+
     def propose(self, next_ids_T: Tensor, aux_LTD: Sequence[Tensor], num_tokens: int) -> Draft:
         """See `Drafter`."""
         # Rows of the last round's drafts are replaced by rows of true target states.
         self._cache.truncate(self._num_committed)
         self._num_committed += len(next_ids_T)
-        ids_T, hidden_1TD = next_ids_T, self._head.fuse(torch.stack(tuple(aux_LTD), dim=1))[None]
+        ids_T, hidden_1TD = next_ids_T, self.fuse(torch.stack(tuple(aux_LTD), dim=1))[None]
         ids: list[Tensor] = []
         probs: list[Tensor] = []
         while len(ids) < num_tokens:

@@ -9,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from slipstream.data.config import DataConfig, Dtype, TargetConfig
-from slipstream.drafters.config import DrafterConfig
+from slipstream.drafters.config import DrafterConfig, Engine, Form, sglang_refusals
 from slipstream.eval.config import EvalConfig
 from slipstream.train.config import TrainConfig
 
@@ -23,6 +23,30 @@ class ExportConfig:
 
     dtype: Dtype = Dtype.auto
     """Type of the written tensors; auto: as trained."""
+    format: Form = Form.eagle3
+    engines: list[Engine] = field(default_factory=lambda: [Engine.vllm, Engine.sglang])
+    """What has to be able to serve the head; a head that one of them cannot express is refused."""
+
+    def problems(self, drafter: DrafterConfig) -> list[str]:
+        """Every mistake in these settings, one line each, as far as they show without the target."""
+        found = []
+        if not self.engines:
+            found.append("export.engines is empty: name vllm, sglang or both")
+        if Engine.sglang in self.engines:
+            found += sglang_refusals(drafter, num_target_layers=None)
+            if self.format is Form.speculators:
+                found.append("export.format=speculators: SGLang does not read it; set export.engines=[vllm]")
+        return found
+
+
+@dataclass
+class EnginesConfig:
+    """Where scripts/doctor.py finds the serving engines."""
+
+    vllm_python: str = ""
+    """A Python that has vLLM; empty: a cached environment for CPUs, made on first use."""
+    sglang_python: str = ""
+    """The same for SGLang."""
 
 
 @dataclass
@@ -38,12 +62,15 @@ class Recipe:
     """scripts/pipeline.py prints what it would do and stops."""
     row: str = "0"
     """Row that scripts/show_mask.py shows: an id, or a number."""
+    replay: bool = False
+    """scripts/doctor.py also decodes the held-out prompts in the engines of export.engines."""
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    engines: EnginesConfig = field(default_factory=EnginesConfig)
 
     def check(self) -> None:
         """Raises ValueError with every mistake in the recipe at once."""
@@ -53,6 +80,7 @@ class Recipe:
             found.append("run_dir is empty: name a folder")
         if not 0 <= self.seed < 2**31:
             found.append(f"seed={self.seed} must lie in 0..{2**31 - 1}")
+        found += self.export.problems(self.drafter)
         if found:
             raise ValueError("; ".join(found))
 

@@ -50,7 +50,7 @@ def command(task: Callable[[Recipe], object]) -> Callable[[], None]:
             if failures:
                 raise failures[0]
         except BAD as error:
-            _fail(error)
+            fail(error)
         except KeyboardInterrupt:
             sys.exit(_interrupted())
 
@@ -83,7 +83,8 @@ def _explain(error: Exception) -> str:
     return text
 
 
-def _fail(error: Exception) -> None:
+def fail(error: Exception) -> None:
+    """Prints one line and ends the program."""
     _let_rank_0_speak()
     if "SLIPSTREAM_TRACEBACK" in os.environ:
         raise error

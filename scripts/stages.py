@@ -25,7 +25,7 @@ from slipstream.data.files import (
     write_text,
 )
 from slipstream.data.progress import is_main_process
-from slipstream.drafters.config import DraftGeometry, Init, resolve_geometry
+from slipstream.drafters.config import DraftGeometry, Engine, Init, resolve_geometry, sglang_refusals
 from slipstream.recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ INPUTS: dict[str, tuple[str, ...]] = {
 """Every stage in order, by the name of its folder, with the stages it reads from."""
 
 SECONDS = "seconds.json"
+
+RECIPE = "recipe.yaml"
+"""What a run was started with, in its folder."""
 
 NOT_IDENTITY = ("wandb", "log_every", "validate_every", "validate_tokens", "save_every", "keep_checkpoints")
 """Training settings that do not change the trained weights."""
@@ -87,7 +90,7 @@ class Run:
         self._write_seconds(stage, seconds + time.monotonic() - start)
         if stage != "evaluation":
             settings = OmegaConf.to_yaml(OmegaConf.structured(self.recipe))
-            write_text(self.folder / "recipe.yaml", settings)
+            write_text(self.folder / RECIPE, settings)
         return result
 
     def require(self, stage: str) -> None:
@@ -145,8 +148,14 @@ class Run:
 
     @functools.cached_property
     def geometry(self) -> DraftGeometry:
-        """The head's geometry."""
-        return resolve_geometry(self.recipe.drafter, self.target.config.to_dict())
+        """The head's geometry; ValueError when an engine of export.engines cannot express it."""
+        model = self.target.config
+        geometry = resolve_geometry(self.recipe.drafter, model.to_dict())
+        if Engine.sglang in self.recipe.export.engines and (
+            refusals := sglang_refusals(geometry, model.num_hidden_layers)
+        ):
+            raise ValueError("; ".join(refusals))
+        return geometry
 
     def check(self) -> None:
         """Raises ValueError for what the last stages would find, before hours go into the first."""
@@ -290,7 +299,7 @@ class Run:
         settings = {
             "target_fingerprint": self.target.fingerprint,
             "train": stage_fingerprint(self.path("train")),
-            "dtype": self.recipe.export.dtype.value,
+            **plain(self.recipe.export),
         }
         stage = Stage(self.path("export"), "export", settings)
         if stage.is_complete:
@@ -368,6 +377,22 @@ class Run:
         if self.recipe.drafter.init is Init.regression:
             regression_start(head, source, frozen, num_documents=REGRESSION_DOCUMENTS)
         return head
+
+
+def recorded_recipe(run_dir: str, overrides: list[str]) -> Recipe:
+    """The recipe a run was started with, changed by `key=value` words.
+
+    Raises:
+        ValueError: the folder holds none.
+    """
+    path = Path(run_dir) / RECIPE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: name the run_dir of a run")
+    changes = OmegaConf.from_dotlist([f"run_dir={run_dir}", *overrides])
+    recorded = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path), changes)
+    recipe: Recipe = OmegaConf.to_object(recorded)  # type: ignore[assignment]
+    recipe.check()
+    return recipe
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def load(name: str, *overrides: str) -> Recipe:
 @pytest.mark.parametrize("name", NAMES)
 def test_plan(name: str, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [f"run_dir={tmp_path}"]
-    if name in ("tiny", "eagle3"):
+    if name in ("tiny", "tiny-eagle3.1", "eagle3"):
         overrides += [f"target.name={tiny_target}", "drafter.draft_vocab_size=0"]
     if name == "eagle3":
         overrides += ["data.prompts.paths=[x.jsonl]"]
@@ -52,6 +52,26 @@ def test_published_settings(name: str) -> None:
     assert (train.unroll.num_steps, train.unroll.step_decay, train.unroll.survival) == (7, 0.8, 1.0)
     assert (train.deepspeed.zero_stage, train.deepspeed.dtype.value) == (2, "bfloat16")
     assert load(name).drafter.draft_vocab_size == 32000
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("-eagle3.1")])
+def test_eagle31_differs_in_the_head_alone(name: str) -> None:
+    """Same data and budget as the recipe without it."""
+    ours = load(name)
+    base = load(name.removesuffix("-eagle3.1") if name[:4] in ("tiny", "demo", "smol") else name[:-2])
+    assert (ours.drafter.fc_norm, ours.drafter.norm_output) == (True, True)
+    assert ours.data == base.data
+    assert ours.eval == base.eval
+    base.train.fc_learning_rate_share = ours.train.fc_learning_rate_share
+    assert ours.train == base.train
+
+
+def test_what_an_engine_cannot_express_is_refused_at_once() -> None:
+    load("tiny", "drafter.qk_norm=true", "export.engines=[vllm]")
+    with pytest.raises(ValueError, match=r"drafter.qk_norm=true: SGLang .* export.engines=\[vllm\]"):
+        load("tiny", "drafter.qk_norm=true")
+    with pytest.raises(ValueError, match=r"export.format=speculators: SGLang"):
+        load("tiny", "export.format=speculators")
 
 
 def test_the_recipe_wins_over_the_root() -> None:

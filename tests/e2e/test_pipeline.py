@@ -152,6 +152,44 @@ def test_show_mask(finished: tuple[Path, str], cache: Path) -> None:
     assert "supervised" in done.stdout
 
 
+def test_doctor(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None:
+    """A good export passes; a damaged one is named, for a recipe and for a recorded run alike."""
+    done = run(["scripts/doctor.py", "recipe=tiny", f"run_dir={finished[0]}"], cache)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["vllm", "sglang"]
+    shutil.copytree(finished[0] / "export", tmp_path / "export")
+    shutil.copy(finished[0] / "recipe.yaml", tmp_path)
+    config = tmp_path / "export" / "config.json"
+    config.write_text(config.read_text().replace('"fc_norm": false', '"fc_norm": true'))
+    for words in ([f"run_dir={tmp_path}", "recipe=tiny"], ["--replay", str(tmp_path)]):
+        done = run(["scripts/doctor.py", *words], cache)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("error: as vllm loads it: ")
+        assert "fc_norm.0.weight is missing although fc_norm is set" in done.stderr
+    done = run(["scripts/doctor.py", "--replay", str(tmp_path / "gone")], cache)
+    assert done.returncode == 2
+    assert "recipe.yaml does not exist" in done.stderr
+
+
+def test_speculators_form(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None:
+    """The same head in the form that names its target; our own reader takes it too."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    for stage in ("export", "evaluation"):
+        shutil.rmtree(folder / stage)
+    words = ["recipe=tiny", f"run_dir={folder}", "export.format=speculators", "export.engines=[vllm]"]
+    for script in ("export", "doctor", "evaluate"):
+        done = run([f"scripts/{script}.py", *words], cache)
+        assert done.returncode == 0, done.stderr
+    config = json.loads((folder / "export" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "toy"
+    card = (folder / "export" / "README.md").read_text()
+    assert "vllm serve PATH_OR_ID" in card
+    assert "SGLang" not in card
+    reports = [next(f.glob("evaluation/*/acceptance.json")).read_text() for f in (folder, finished[0])]
+    assert len({json.loads(report)["acceptance_length"] for report in reports}) == 1
+
+
 BAD = {
     "unknown key": (["train.learning_rat=1"], "did you mean train.learning_rate"),
     "unknown recipe": (["recipe=nope"], "demo"),
@@ -161,6 +199,8 @@ BAD = {
     "target missing": (["target.name=./gone"], "target.name"),
     "aux out of range": (["drafter.aux_layers=[2,4,99]"], "drafter.aux_layers"),
     "aux not increasing": (["drafter.aux_layers=[4,2,5]"], "drafter.aux_layers"),
+    "no SGLang layer": (["drafter.qk_norm=true"], "export.engines=[vllm]"),
+    "no SGLang capture": (["drafter.aux_layers=[2,4,8]"], "captures no state behind"),
     "W above V": (["drafter.draft_vocab_size=100000"], "drafter.draft_vocab_size"),
     "other target settings": (["data.regenerate.max_new_tokens=5"], "max_new_tokens"),
     "other cache settings": (["data.capture.dtype=bfloat16"], "dtype"),

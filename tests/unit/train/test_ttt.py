@@ -26,7 +26,6 @@ def naive_loss(
     head: Eagle3Head, batch: DraftBatch, frozen: FrozenTarget, weight_K: torch.Tensor
 ) -> torch.Tensor:
     """Every row at every step, a dense mask over base and chain, full logits: the definition."""
-    layer, attn = head.midlayer, head.midlayer.self_attn
     num_rows, groups = batch.token_T.numel(), 2
     document = torch.zeros(num_rows, dtype=torch.int64)
     for start in batch.document_starts[1:-1]:
@@ -40,24 +39,32 @@ def naive_loss(
         draft_argmax_P=frozen.draft_ids_V[batch.argmax_P],
     )
     hidden, total = head.fuse(batch.aux_TLD), torch.zeros(())
-    keys, values = [], []
+    layers = head.decoder_layers()
+    keys: list[list[torch.Tensor]] = [[] for _ in layers]
+    values: list[list[torch.Tensor]] = [[] for _ in layers]
+    base = (document[:, None] == document) & torch.ones(num_rows, num_rows).tril().bool()
     for k in range(weight_K.numel()):
         source = (torch.arange(num_rows) + k).clamp(max=num_rows - 1)
-        normed_embed = layer.input_layernorm(F.embedding(batch.token_T[source], frozen.embedding_VD))
-        normed = layer.hidden_norm(hidden)
-        both = torch.cat((normed_embed, normed), dim=-1)
+        embed = F.embedding(batch.token_T[source], frozen.embedding_VD)
         position = batch.position_T + k
-        query = head.rotary(attn.q_proj(both).unflatten(-1, (-1, 16)), position)
-        keys.append(head.rotary(attn.k_proj(both).unflatten(-1, (-1, 16)), position))
-        values.append(attn.v_proj(both).unflatten(-1, (-1, 16)))
-        all_keys = torch.cat(keys).repeat_interleave(groups, dim=1)
-        all_values = torch.cat(values).repeat_interleave(groups, dim=1)
-        base = (document[:, None] == document) & torch.ones(num_rows, num_rows).tril().bool()
         mask = torch.cat([base, *[torch.eye(num_rows).bool()] * k], dim=1)
-        scores = torch.einsum("tnh,snh->nts", query, all_keys) / 4
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        attended = torch.einsum("nts,snh->tnh", weights, all_values).flatten(1)
-        hidden, final = head.finish(layer.finish(layer.residual(hidden, normed), attended))
+        for i, layer in enumerate(layers):
+            attn, normed = layer.self_attn, layer.normed(hidden)
+            both = torch.cat((layer.input_layernorm(embed), normed), dim=-1) if i == 0 else normed
+            query, key, value = (
+                project(both).unflatten(-1, (-1, 16)) for project in (attn.q_proj, attn.k_proj, attn.v_proj)
+            )
+            if head.geometry.qk_norm:
+                query, key = attn.q_norm(query), attn.k_norm(key)
+            keys[i].append(head.rotary(key, position))
+            values[i].append(value)
+            all_keys = torch.cat(keys[i]).repeat_interleave(groups, dim=1)
+            all_values = torch.cat(values[i]).repeat_interleave(groups, dim=1)
+            scores = torch.einsum("tnh,snh->nts", head.rotary(query, position), all_keys) / 4
+            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            attended = torch.einsum("nts,snh->tnh", weights, all_values).flatten(1)
+            hidden = layer.finish(layer.residual(hidden, normed), attended)
+        hidden, final = head.finish(hidden)
         live = (batch.num_live_T > k).nonzero()[:, 0]
         index = batch.teacher_T[live + k]
         live, index = (x[teacher.draft_argmax_P[index] >= 0] for x in (live, index))
@@ -67,7 +74,14 @@ def naive_loss(
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}]
+    "flags",
+    [
+        {},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_residual": True},
+        {"qk_norm": True},
+        {"num_layers": 2, "norm_output": True},
+    ],
 )
 def test_gradients_equal_the_naive_unroll(flags: dict[str, bool]) -> None:
     geometry = make_geometry(**flags)

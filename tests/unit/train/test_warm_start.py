@@ -13,8 +13,10 @@ from slipstream.train.warm_start import regression_start
 from tests.heads import MemorySource, make_frozen, make_geometry
 
 
-@pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}])
-def test_a_linear_target_is_drafted_at_once(flags: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "flags", [{}, {"fc_norm": True, "norm_output": True}, {"qk_norm": True}, {"num_layers": 2}]
+)
+def test_a_linear_target_is_drafted_at_once(flags: dict[str, object]) -> None:
     """The next state is a linear map of one captured state and of the next embedding."""
     geometry = make_geometry(draft_vocab_size=60, **flags)
     frozen = make_frozen(geometry)

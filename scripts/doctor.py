@@ -1,0 +1,106 @@
+"""Tells whether engines run the exported head as it was trained: `scripts/doctor.py recipe=NAME`.
+
+The bundle is read by both engines' rules. With `replay=true`, or `--replay RUN` for a finished run
+and its own recipe, the recorded prompts also go through the built-in decoder and the real engines,
+and the first stage that differs is named.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.drafters.config import Engine
+from slipstream.recipes.schema import Recipe
+from slipstream.scripts.cli import BAD, command, fail
+from slipstream.scripts.stages import Run, recorded_recipe
+
+if TYPE_CHECKING:
+    from slipstream.eval.engines.replay import Finding
+
+REPLAY = "--replay"
+TIMEOUT = 3600.0
+"""Seconds for one engine."""
+
+
+def doctor(recipe: Recipe) -> None:
+    """Checks the bundle, then the engines.
+
+    Raises:
+        ValueError: the bundle is broken, or an engine differs; the message names the first stage.
+    """
+    from slipstream.drafters.emulated_loaders import load_as
+    from slipstream.eval.acceptance import load_drafter
+
+    run, console = Run(recipe), Console()
+    folder = run.path("export")
+    for engine in recipe.export.engines:
+        load_as(engine, folder)
+        console.print(f"{engine.value}: reads the bundle as it was trained")
+    load_drafter(run.target, folder)
+    if not recipe.replay:
+        return
+    if different := _replay(run, console):
+        raise ValueError("; ".join(different))
+    console.print("equal")
+
+
+def _replay(run: Run, console: Console) -> list[str]:
+    """Prints the comparison of every engine; returns the first difference of each."""
+    from slipstream.data.template import stop_token_ids
+    from slipstream.eval.acceptance import load_drafter
+    from slipstream.eval.engines.environment import engine_python, run_jobs
+    from slipstream.eval.engines.job import STATES
+    from slipstream.eval.engines.replay import compare, decode
+
+    recipe, folder = run.recipe, run.path("export")
+    model, drafter = run.target.model(), load_drafter(run.target, folder)
+    ours = decode(run.target, model, drafter, recipe.eval, run.eval_prompts)
+    pythons = {Engine.vllm: recipe.engines.vllm_python, Engine.sglang: recipe.engines.sglang_python}
+    different = []
+    for engine in recipe.export.engines:
+        name = engine.value
+        job = ours.job(
+            run.folder / "doctor" / name,
+            target=str(run.target.path.resolve()),
+            draft=str(folder.resolve()),
+            config=recipe.eval,
+            stop_ids=stop_token_ids(run.target),
+        )
+        python = engine_python(name, pythons[engine])
+        (result,) = run_jobs(name, python, [job], timeout=TIMEOUT)
+        findings = compare(ours, result, run.folder / "doctor" / name / STATES, model)
+        _show(f"{name} {result.version}", findings, console)
+        if wrong := next((finding for finding in findings if not finding.equal), None):
+            different.append(f"{name} differs first in {wrong.stage}: {wrong.text}")
+    return different
+
+
+def _show(title: str, findings: "list[Finding]", console: Console) -> None:
+    table = Table("stage", "", "", title=title)
+    for finding in findings:
+        table.add_row(finding.stage, "equal" if finding.equal else "DIFFERS", finding.text)
+    console.print(table)
+
+
+_composed = command(doctor)
+
+
+def main() -> None:
+    """`recipe=NAME key=value ...`, or `--replay RUN key=value ...`."""
+    if REPLAY not in sys.argv:
+        _composed()
+        return
+    words = sys.argv[1:]
+    place = words.index(REPLAY)
+    try:
+        if place + 1 == len(words):
+            raise ValueError("--replay needs the run_dir of a finished run")
+        doctor(recorded_recipe(words[place + 1], [*words[:place], *words[place + 2 :], "replay=true"]))
+    except BAD as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()
