@@ -124,7 +124,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = dict(json.loads((folder / CONFIG).read_bytes()))
     except ValueError as error:
-        raise ValueError(f"{folder / CONFIG} is damaged ({error}): export again") from None
+        raise ValueError(
+            f"{folder / CONFIG} is damaged ({error}): delete {folder} and export again"
+        ) from None
     return {**config.get("transformer_layer_config", {}), **config}
 
 
@@ -260,7 +262,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         with safe_open(folder / WEIGHTS, framework="pt") as stored:
             return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS} is damaged ({error}): export again") from None
+        raise ValueError(
+            f"{folder / WEIGHTS} is damaged ({error}): delete {folder} and export again"
+        ) from None
 
 
 def load_head(folder: Path) -> ServedHead:

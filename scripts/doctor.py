@@ -6,15 +6,17 @@ and the first stage that differs is named.
 """
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from slipstream.drafters.config import Engine
 from slipstream.recipes.schema import Recipe
 from slipstream.scripts.cli import BAD, command, fail
-from slipstream.scripts.stages import Run, recorded_recipe
+from slipstream.scripts.stages import RECIPE, Run
 
 if TYPE_CHECKING:
     from slipstream.eval.engines.replay import Finding
@@ -82,6 +84,22 @@ def _show(title: str, findings: "list[Finding]", console: Console) -> None:
     for finding in findings:
         table.add_row(finding.stage, "equal" if finding.equal else "DIFFERS", finding.text)
     console.print(table)
+
+
+def recorded_recipe(run_dir: str, overrides: list[str]) -> Recipe:
+    """The recipe a run was started with, changed by `key=value` words.
+
+    Raises:
+        ValueError: the folder holds none.
+    """
+    path = Path(run_dir) / RECIPE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: name the run_dir of a run")
+    changes = OmegaConf.from_dotlist([f"run_dir={run_dir}", *overrides])
+    recorded = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path), changes)
+    recipe: Recipe = OmegaConf.to_object(recorded)  # type: ignore[assignment]
+    recipe.check()
+    return recipe
 
 
 _composed = command(doctor)

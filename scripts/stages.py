@@ -379,22 +379,6 @@ class Run:
         return head
 
 
-def recorded_recipe(run_dir: str, overrides: list[str]) -> Recipe:
-    """The recipe a run was started with, changed by `key=value` words.
-
-    Raises:
-        ValueError: the folder holds none.
-    """
-    path = Path(run_dir) / RECIPE
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: name the run_dir of a run")
-    changes = OmegaConf.from_dotlist([f"run_dir={run_dir}", *overrides])
-    recorded = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path), changes)
-    recipe: Recipe = OmegaConf.to_object(recorded)  # type: ignore[assignment]
-    recipe.check()
-    return recipe
-
-
 def plain(config: Any) -> dict[str, Any]:
     """A config section as JSON-able values."""
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
