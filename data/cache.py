@@ -17,6 +17,7 @@ put together from these, so an interrupted capture continues behind the last who
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slipstream.data.config import Dtype
-from slipstream.data.files import atomic_path, file_hash, read_json, write_json
+from slipstream.data.files import atomic_path, file_hash, read_json, reading, write_json
 from slipstream.data.types import HiddenStateSample
 
 FORMAT = "slipstream-hidden-states-1"
@@ -67,17 +68,17 @@ class CacheWriter:
     """Writes the shards of one cache, then its index."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens the folder and removes the half-written shards of a killed run."""
+        """Opens the folder; the stage has begun."""
         self.folder = folder
-        for leftover in folder.glob(".shard-*.tmp"):
-            leftover.unlink()
 
     def has(self, number: int) -> bool:
         """Whether an earlier run wrote this shard, and it is still as it was written."""
         path = self.folder / shard_name(number)
-        if not (path.exists() and path.with_suffix(".json").exists()):
+        record = path.with_suffix(".json")
+        if not (path.exists() and record.exists()):
             return False
-        recorded: str = read_json(path.with_suffix(".json"))["sha256"]
+        with reading(record, way_out="delete it, its shard is made anew"):
+            recorded: str = json.loads(record.read_bytes())["sha256"]
         return file_hash(path) == recorded
 
     def write(self, number: int, samples: Sequence[HiddenStateSample], splits: Sequence[str]) -> None:
@@ -124,12 +125,15 @@ class HiddenStateCache:
             ValueError: no index, another format, a shard missing or of the wrong size.
         """
         index = read_json(folder / INDEX)
-        if index["format"] != FORMAT:
+        with reading(folder / INDEX):
+            found_format, shards = index["format"], dict(index["shards"])
+            entries: dict[str, dict[str, Any]] = {row["id"]: row for row in index["rows"]}
+        if found_format != FORMAT:
             raise ValueError(
-                f"{folder / INDEX} has format {index['format']!r}, this version reads {FORMAT!r}: "
+                f"{folder / INDEX} has format {found_format!r}, this version reads {FORMAT!r}: "
                 f"delete {folder} and capture again"
             )
-        for name, shard in index["shards"].items():
+        for name, shard in shards.items():
             found = (folder / name).stat().st_size if (folder / name).is_file() else None
             if found != shard["bytes"]:
                 state = "is missing" if found is None else f"has {found} bytes, not {shard['bytes']}"
@@ -138,7 +142,7 @@ class HiddenStateCache:
                     f"shard anew"
                 )
         self._folder = folder
-        self._entries: dict[str, dict[str, Any]] = {row["id"]: row for row in index["rows"]}
+        self._entries = entries
         self._shards: dict[str, Any] = {}
 
     def rows(self, split: str) -> list[RowInfo]:
@@ -152,19 +156,22 @@ class HiddenStateCache:
 
         Raises:
             KeyError: the cache holds no such id.
+            ValueError: its shard is damaged.
         """
         row = self._entries[id]
-        if row["shard"] not in self._shards:
-            self._shards[row["shard"]] = safe_open(self._folder / row["shard"], framework="pt")
-        shard = self._shards[row["shard"]]
+        path = self._folder / row["shard"]
         tokens = slice(row["first_token"], row["first_token"] + row["num_tokens"])
         supervised = slice(row["first_supervised"], row["first_supervised"] + row["num_supervised"])
-        return HiddenStateSample(
-            id=id,
-            input_ids_T=shard.get_slice("input_ids")[tokens].long(),
-            loss_mask_T=shard.get_slice("loss_mask")[tokens],
-            aux_TLD=shard.get_slice("aux")[tokens],
-            last_hidden_PD=shard.get_slice("last_hidden")[supervised],
-            argmax_P=shard.get_slice("argmax")[supervised].long(),
-            logsumexp_P=shard.get_slice("logsumexp")[supervised],
-        )
+        with reading(path, way_out="delete it and run the hidden_states stage again"):
+            if row["shard"] not in self._shards:
+                self._shards[row["shard"]] = safe_open(path, framework="pt")
+            shard = self._shards[row["shard"]]
+            return HiddenStateSample(
+                id=id,
+                input_ids_T=shard.get_slice("input_ids")[tokens].long(),
+                loss_mask_T=shard.get_slice("loss_mask")[tokens],
+                aux_TLD=shard.get_slice("aux")[tokens],
+                last_hidden_PD=shard.get_slice("last_hidden")[supervised],
+                argmax_P=shard.get_slice("argmax")[supervised].long(),
+                logsumexp_P=shard.get_slice("logsumexp")[supervised],
+            )

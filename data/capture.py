@@ -62,9 +62,9 @@ def run(
         )
     facts = _check_size(config, samples, len(aux_layers), target.config.hidden_size, folder)
     shards = plan_shards(samples, config.tokens_per_forward, config.tokens_per_shard)
+    stage.begin()
     writer = CacheWriter(folder)
     missing = [number for number in range(len(shards)) if not writer.has(number)]
-    stage.begin()
     if missing:
         model, dtype = target.model(), STORAGE_DTYPES[config.dtype]
         with Meter("hidden states", facts["tokens"], unit="tokens") as meter:

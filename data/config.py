@@ -1,7 +1,9 @@
 """Settings of the target and of the data stages."""
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import MISSING
@@ -34,7 +36,7 @@ class TargetConfig:
     dtype: Dtype = Dtype.auto
     """Type the target runs in; auto: float32 on a CPU, the checkpoint's own elsewhere."""
     device: str = "auto"
-    """auto: cuda if there is one, else cpu."""
+    """auto, cpu, cuda or cuda:N; auto: cuda if there is one, else cpu."""
     geometry: dict[str, Any] = field(default_factory=dict)
     """What the recipe expects of the target's config.json; any difference is refused, and a plan
     can be printed before the target is there."""
@@ -43,7 +45,10 @@ class TargetConfig:
 
     def problems(self) -> list[str]:
         """Every mistake in these settings, one line each."""
-        return [] if self.name else ["target.name is empty: give a folder or a hub id"]
+        found = [] if self.name else ["target.name is empty: give a folder or a hub id"]
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            found.append(f"target.device={self.device}: auto, cpu, cuda or cuda:N")
+        return found
 
 
 @dataclass
@@ -82,6 +87,8 @@ class RegenerateConfig:
     max_new_tokens: int = 512
     batch_size: int = 32
     """Rows generated together."""
+    workers: int = 0
+    """Processes that generate side by side; 0: one for each GPU, or each CPU core that memory allows."""
     max_prompt_tokens: int = 2048
     """Longer prompts are left out and counted."""
 
@@ -116,6 +123,20 @@ class CaptureConfig:
     """Stop before the first forward when the cache would be larger."""
 
 
+LEAST = {
+    "prompts.limit": 0,
+    "regenerate.max_new_tokens": 1,
+    "regenerate.batch_size": 1,
+    "regenerate.workers": 0,
+    "regenerate.max_prompt_tokens": 1,
+    "tokenize.max_length": 8,
+    "tokenize.min_supervised": 1,
+    "capture.tokens_per_forward": 1,
+    "capture.tokens_per_shard": 1,
+}
+"""Smallest values of settings of `DataConfig`."""
+
+
 @dataclass
 class DataConfig:
     """Everything between prompts and the hidden-state cache."""
@@ -139,11 +160,11 @@ class DataConfig:
         for i, sample in enumerate(self.regenerate.samples):
             if sample.temperature < 0 or not 0 < sample.top_p <= 1 or sample.top_k < 0:
                 found.append(f"data.regenerate.samples[{i}]: temperature >= 0, 0 < top_p <= 1, top_k >= 0")
-        for key in ("max_new_tokens", "batch_size", "max_prompt_tokens"):
-            if getattr(self.regenerate, key) < 1:
-                found.append(f"data.regenerate.{key} must be at least 1")
-        if self.tokenize.max_length < 8:
-            found.append("data.tokenize.max_length must be at least 8")
+        for key, least in LEAST.items():
+            if attrgetter(key)(self) < least:
+                found.append(f"data.{key} must be at least {least}")
+        if not 0 <= self.prompts.max_dropped_share <= 1:
+            found.append("data.prompts.max_dropped_share must lie in [0, 1]")
         if self.tokenize.on_inserted not in ("stop", "mask", "keep"):
             found.append(f"data.tokenize.on_inserted={self.tokenize.on_inserted}: stop, mask or keep")
         if self.capture.dtype is Dtype.auto:

@@ -4,9 +4,9 @@ A row is used in one of two ways. As a *prompt*, its assistant turns are removed
 answers the system and user turns itself. *As it is*, it must alternate user and assistant.
 """
 
-import contextlib
 import hashlib
 import json
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.data.config import PromptsConfig
-from slipstream.data.files import Stage, append_jsonl, atomic_path, file_hash, read_json, read_jsonl
+from slipstream.data.files import Stage, append_jsonl, atomic_path, file_hash, read_json, read_jsonl, text
+from slipstream.data.hub import hub_answers
 from slipstream.data.progress import say
-from slipstream.data.types import Conversation, Message
+from slipstream.data.types import Conversation, GeneratedConversation, GeneratedTurn, Message
 
 PROMPTS_FILE = "prompts.jsonl"
 BUILTIN = {
@@ -33,6 +34,7 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
 }
 """Role names of the OpenAI and ShareGPT forms."""
+PATHS_KEY = "data.prompts.paths"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,15 +61,17 @@ def content_id(messages: Iterable[Message]) -> str:
 
 
 def read_source(
-    path: str, split: str = "train", *, as_prompts: bool = False
+    path: str, split: str = "train", *, as_prompts: bool = False, key: str = PATHS_KEY
 ) -> Iterator[Conversation | Dropped]:
     """Reads one source row by row: a path as in `PromptsConfig.paths`.
 
     Raises:
-        ValueError: the source as a whole cannot be read.
+        ValueError: the source as a whole cannot be read; names `key`, the setting it comes from.
     """
-    files = source_files(path)
-    rows = _hub_rows(path, split) if files is None else (row for file in files for row in _file_rows(file))
+    files = source_files(path, key)
+    rows = (
+        _hub_rows(path, split, key) if files is None else (row for file in files for row in _file_rows(file))
+    )
     for where, row in rows:
         try:
             yield _conversation(row, as_prompts=as_prompts)
@@ -75,7 +79,7 @@ def read_source(
             yield Dropped(where=where, reason=str(bad))
 
 
-def source_files(path: str) -> list[Path] | None:
+def source_files(path: str, key: str = PATHS_KEY) -> list[Path] | None:
     """The files of a source; None for a data set, which `datasets` resolves.
 
     Raises:
@@ -84,42 +88,57 @@ def source_files(path: str) -> list[Path] | None:
     if path.startswith("builtin:"):
         name = path.removeprefix("builtin:")
         if name not in BUILTIN:
-            raise ValueError(f"data.prompts.paths: {path} does not exist, choose from {', '.join(BUILTIN)}")
+            raise ValueError(f"{key}: {path} does not exist, choose from {', '.join(BUILTIN)}")
         folder = Path(str(resources.files("slipstream.data") / "prompts"))
         return [folder / file for file in BUILTIN[name]]
     file = Path(path).expanduser()
     if file.is_file():
         return [file]
     if file.suffix in (".json", ".jsonl"):
-        raise ValueError(f"data.prompts.paths: {path} does not exist")
+        raise ValueError(f"{key}: {path} does not exist")
     return None
 
 
 def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as stream:
-        if file.suffix == ".json" and stream.read(64).lstrip().startswith(b"["):
-            yield from ((f"{file}:row {i}", row) for i, row in enumerate(read_json(file), 1))
+        first = stream.readline()
+        # A .json file may hold a row a line too; one row on many lines begins with half an object.
+        is_list = first.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        if file.suffix == ".json" and (is_list or _parsed(first) is None):
+            content = read_json(file)
+            rows = content if isinstance(content, list) else [content]
+            yield from ((f"{file}:row {i}", row) for i, row in enumerate(rows, 1))
             return
         stream.seek(0)
         for i, line in enumerate(stream, 1):
-            row = None
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
             if line.strip():
-                yield f"{file}:{i}", row
+                yield f"{file}:{i}", _parsed(line)
 
 
-def _hub_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _hub_rows(path: str, split: str, key: str) -> Iterator[tuple[str, Any]]:
     import datasets  # takes seconds to import and most sources are files
+    from huggingface_hub import dataset_info
 
     name, _, own_split = path.partition("@")
     split = own_split or split
     try:
+        if not Path(name).exists() and not hub_answers(dataset_info, name):
+            datasets.config.HF_HUB_OFFLINE = (
+                True  # looks into its cache only, without trying for half a minute
+            )
         rows = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"data.prompts.paths: {path} is neither a file nor a data set with split {split} ({reason})"
+            f"{key}: {path} is neither a file nor a data set with split {split} ({reason}): give a .jsonl "
+            f"or .json file, OWNER/NAME or OWNER/NAME@SPLIT of the hub, or builtin:NAME"
         ) from None
     yield from ((f"{path}:row {i}", row) for i, row in enumerate(rows, 1))
 
@@ -136,15 +155,24 @@ def _conversation(row: Any, *, as_prompts: bool) -> Conversation:
     if all(m.role != "user" for m in messages):
         raise BadRowError("no user turn")
     kept = tuple(m for m in messages if m.role != "assistant") if as_prompts else _alternating(messages)
-    return Conversation(id=content_id(kept), messages=kept, category=str(row.get("category") or ""))
+    category = row.get("category")
+    category = str(category) if isinstance(category, str | int) else ""
+    return Conversation(id=content_id(kept), messages=kept, category=_encodable(category))
+
+
+def _encodable(content: str) -> str:
+    try:
+        return text(content)
+    except UnicodeEncodeError:
+        raise BadRowError("broken unicode") from None
 
 
 def _message(turn: Any) -> Message:
     if not isinstance(turn, Mapping):
         raise BadRowError("message is not an object")
     keys = ("from", "value") if turn.get("from") else ("role", "content")
-    role, content = str(turn.get(keys[0])), turn.get(keys[1])
-    if role not in ROLES:
+    role, content = turn.get(keys[0]), turn.get(keys[1])
+    if not isinstance(role, str) or role not in ROLES:
         raise BadRowError("unknown role")
     if content is None:
         raise BadRowError("null content")
@@ -153,14 +181,10 @@ def _message(turn: Any) -> Message:
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise BadRowError("content is not text")
-    text = "".join(map(str, texts))
-    if not text.strip():
+    whole = "".join(map(str, texts))
+    if not whole.strip():
         raise BadRowError("empty content")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRowError("broken unicode") from None
-    return Message(role=ROLES[role], content=text)
+    return Message(role=ROLES[role], content=_encodable(whole))
 
 
 def _alternating(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -175,17 +199,18 @@ def _alternating(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(messages[:num_kept])
 
 
-def load_prompts(config: PromptsConfig) -> tuple[list[Conversation], dict[str, Any]]:
+def load_prompts(config: PromptsConfig, *, key: str = PATHS_KEY) -> tuple[list[Conversation], dict[str, Any]]:
     """All sources as prompts, one of each id, sorted by id, limited; and the counts of rows.
 
     Raises:
-        ValueError: a source is missing, nothing is left, or too many rows were dropped.
+        ValueError: a source is missing, nothing is left, or too many rows were dropped; the message
+            names `key`, the setting that lists the sources.
     """
     prompts: dict[str, Conversation] = {}
     reasons: Counter[str] = Counter()
     num_rows, first_bad = 0, ""
     for path in config.paths:
-        for row in read_source(path, config.split, as_prompts=True):
+        for row in read_source(path, config.split, as_prompts=True, key=key):
             num_rows += 1
             if isinstance(row, Dropped):
                 reasons[row.reason] += 1
@@ -196,11 +221,11 @@ def load_prompts(config: PromptsConfig) -> tuple[list[Conversation], dict[str, A
     if num_rows and num_bad / num_rows > config.max_dropped_share:
         counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items()))
         raise ValueError(
-            f"data.prompts.paths: {num_bad} of {num_rows} rows cannot be used ({counts}), first {first_bad}: "
-            f"mend the source or raise data.prompts.max_dropped_share"
+            f"{key}: {num_bad} of {num_rows} rows cannot be used ({counts}), first {first_bad}: "
+            f"mend the source{' or raise data.prompts.max_dropped_share' if key == PATHS_KEY else ''}"
         )
     if not prompts:
-        raise ValueError(f"data.prompts.paths: no prompt in {', '.join(config.paths)}")
+        raise ValueError(f"{key}: no prompt in {', '.join(config.paths)}")
     kept = [prompt for _, prompt in sorted(prompts.items())][: config.limit or None]
     facts = {
         "rows_read": num_rows,
@@ -227,12 +252,42 @@ def run(config: PromptsConfig, folder: Path) -> None:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Reads `prompts.jsonl`."""
-    return [
-        Conversation(
-            id=row["id"],
-            messages=tuple(Message(**message) for message in row["messages"]),
-            category=row["category"],
+    """Reads `prompts.jsonl`; ValueError names a line that is not as it was written."""
+    return read_jsonl(path, _prompt)
+
+
+def read_answers(path: Path) -> list[GeneratedConversation]:
+    """Reads `answers.jsonl`; ValueError names a line that is not as it was written."""
+    return read_jsonl(path, _answer)
+
+
+def _prompt(row: Any) -> Conversation:
+    messages = _messages(row)
+    if all(message.role != "user" for message in messages):
+        raise ValueError("no user turn")
+    return Conversation(id=text(row["id"]), messages=messages, category=text(row["category"]))
+
+
+def _answer(row: Any) -> GeneratedConversation:
+    messages = _messages(row)
+    turns = tuple(
+        GeneratedTurn(
+            text=text(turn["text"]),
+            token_ids=tuple(map(operator.index, turn["token_ids"])),
+            finish_reason=text(turn["finish_reason"]),
         )
-        for row in read_jsonl(path)
-    ]
+        for turn in row["turns"]
+    )
+    if len(turns) not in (0, sum(message.role == "assistant" for message in messages)):
+        raise ValueError("turns and assistant messages differ in number")
+    return GeneratedConversation(
+        id=text(row["id"]),
+        prompt_id=text(row["prompt_id"]),
+        messages=messages,
+        turns=turns,
+        category=text(row["category"]),
+    )
+
+
+def _messages(row: Any) -> tuple[Message, ...]:
+    return tuple(Message(role=text(m["role"]), content=text(m["content"])) for m in row["messages"])

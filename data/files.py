@@ -6,20 +6,56 @@ into its own settings, so a change anywhere is found by name at the next stage.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 MANIFEST = "manifest.json"
+
+_locks: dict[Path, int] = {}
+"""Descriptors of the stage folders that this process writes."""
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder where it is missing; ValueError when it cannot be made or written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise ValueError(
+            f"{folder} cannot be written ({reason}): move away what is there, or set run_dir to another "
+            f"folder"
+        )
+
+
+@contextlib.contextmanager
+def reading(path: Path, *, line: int = 0, way_out: str = "") -> Iterator[None]:
+    """Errors in the block mean that `path` is damaged: a ValueError names it and the way out.
+
+    Without a `way_out` the file is the output of a stage, which can make it again.
+    """
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, SafetensorError) as error:
+        where, reason = f"{path}:{line}" if line else path, str(error).partition("\n")[0]
+        raise ValueError(
+            f"{where} cannot be read ({type(error).__name__}: {reason}): "
+            f"{way_out or f'delete {path.parent} to make it again'}"
+        ) from None
 
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path` that replaces it when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -44,10 +80,10 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Reads JSON; a missing or broken file is a ValueError that names it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
 
 
@@ -60,13 +96,32 @@ def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
         os.fsync(log.fileno())
 
 
-def read_jsonl(path: Path) -> list[Any]:
-    """Rows of a JSONL file; the last line is cut off the file where a kill left it incomplete."""
-    content = path.read_bytes()
+def read_jsonl(path: Path, parse: Callable[[Any], Any] = dict) -> list[Any]:
+    """Rows of a stage's JSONL file, each as `parse` returns it.
+
+    The last line is cut off the file where a kill left it incomplete.
+
+    Raises:
+        ValueError: a line is no JSON, or `parse` does not take it.
+    """
+    with reading(path):
+        content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        with reading(path, line=number):
+            rows.append(parse(json.loads(line)))
+    return rows
+
+
+def text(value: Any) -> str:
+    """The value itself; TypeError or UnicodeEncodeError unless it is text that can be written."""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where text belongs")
+    value.encode()
+    return value
 
 
 def file_hash(path: Path) -> str:
@@ -110,16 +165,19 @@ class Stage:
         self.folder, self.name = folder, name
         self.settings = json.loads(json.dumps(dict(settings), default=str))
         self._manifest = folder / MANIFEST
-        if self._manifest.exists():
-            self._refuse_other(read_manifest(self.folder)["settings"])
+        self._refuse_other()
 
-    def _refuse_other(self, found: Mapping[str, Any]) -> None:
-        keys = sorted(found.keys() | self.settings.keys())
-        differing = [key for key in keys if found.get(key) != self.settings.get(key)]
-        if differing:
-            shown = "; ".join(
-                f"{key}: {found.get(key)!r} there, {self.settings.get(key)!r} now" for key in differing
-            )
+    def _refuse_other(self) -> None:
+        if not self._manifest.exists():
+            return
+        found, wanted = _leaves(read_manifest(self.folder)["settings"]), _leaves(self.settings)
+        keys = sorted(found.keys() | wanted.keys())
+        shown = "; ".join(
+            f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now"
+            for key in keys
+            if found.get(key) != wanted.get(key)
+        )
+        if shown:
             raise ValueError(
                 f"{self.folder} was made with other settings ({shown}): "
                 f"set run_dir to another folder, or delete {self.folder} to make it again"
@@ -131,7 +189,18 @@ class Stage:
         return is_complete(self.folder)
 
     def begin(self) -> None:
-        """Marks the folder, made when missing, with the settings; to be called before the first output."""
+        """Marks the folder, made when missing, with the settings; to be called before the first output.
+
+        From now on, until the stage is complete or the process ends, no other process can begin it.
+
+        Raises:
+            ValueError: another process writes the folder, or it cannot be written.
+        """
+        make_folder(self.folder)
+        _lock(self.folder)
+        self._refuse_other()  # another process may have begun since
+        for leftover in self.folder.rglob(".*.[0-9]*.tmp"):  # of a killed process: nobody else writes here
+            leftover.unlink()
         write_json(self._manifest, {"stage": self.name, "settings": self.settings, "files": None})
 
     def complete(self, names: list[str], **facts: Any) -> None:
@@ -142,15 +211,49 @@ class Stage:
         }
         content = {"stage": self.name, "settings": self.settings, "files": files, "facts": facts}
         write_json(self._manifest, content)
+        _unlock(self.folder)
+
+
+def _lock(folder: Path) -> None:
+    """Holds the folder itself for this process; the system releases it however the process ends."""
+    _unlock(folder)  # begun before, and stopped by an error
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(
+            f"{folder} is being written by another process: wait for it, or set run_dir"
+        ) from None
+    _locks[folder.resolve()] = descriptor
+
+
+def _unlock(folder: Path) -> None:
+    descriptor = _locks.pop(folder.resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested settings by their dotted keys.
+
+    >>> _leaves({"train": {"unroll": {"survival": 0.5}}, "seed": 0})
+    {'train.unroll.survival': 0.5, 'seed': 0}
+    """
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves
 
 
 def is_complete(folder: Path) -> bool:
     """Whether the stage in `folder` ran to its end and every output still has its size."""
     files = read_manifest(folder)["files"] if (folder / MANIFEST).exists() else None
-    return files is not None and all(
-        (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"]
-        for name, entry in files.items()
-    )
+    with reading(folder / MANIFEST):
+        return files is not None and all(
+            (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"]
+            for name, entry in files.items()
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -160,7 +263,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = read_json(path)
     except ValueError as error:
         raise ValueError(f"{error}: run that stage first, or delete {folder} to make it again") from None
-    if not isinstance(content, dict) or not {"stage", "settings", "files"} <= content.keys():
+    kinds = {"stage": str, "settings": dict, "files": dict | None}
+    if not isinstance(content, dict) or not all(
+        key in content and isinstance(content[key], kind) for key, kind in kinds.items()
+    ):
         raise ValueError(f"{path} is not the manifest of a stage: delete {folder} to make it again")
     return content
 

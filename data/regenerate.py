@@ -5,12 +5,11 @@ and a batch that was written in part is computed again as a whole: so every row 
 same company as in an undisturbed run, and `answers.jsonl` is the same to the byte.
 """
 
-import contextlib
-import fcntl
+import functools
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.data.backends.hf import HFGenerator
+from slipstream.data.backends.workers import OnStep, num_workers, ordered
 from slipstream.data.config import RegenerateConfig, SampleConfig
-from slipstream.data.conversations import PROMPTS_FILE, read_conversations
-from slipstream.data.files import Stage, append_jsonl, read_jsonl, stage_fingerprint
+from slipstream.data.conversations import PROMPTS_FILE, read_answers, read_conversations
+from slipstream.data.files import Stage, append_jsonl, stage_fingerprint
 from slipstream.data.progress import Meter, say
 from slipstream.data.target.resolve import Target
 from slipstream.data.template import RefusedError, render_prompt, stop_token_ids
-from slipstream.data.types import Conversation, GeneratedConversation, GeneratedTurn, Message
+from slipstream.data.types import Conversation, GeneratedTurn, Message
 
 ANSWERS_FILE = "answers.jsonl"
 
@@ -39,22 +39,6 @@ class Job:
     num_turns: int
 
 
-def read_answers(path: Path) -> list[GeneratedConversation]:
-    """Reads `answers.jsonl`."""
-    return [
-        GeneratedConversation(
-            id=row["id"],
-            prompt_id=row["prompt_id"],
-            category=row["category"],
-            messages=tuple(Message(**message) for message in row["messages"]),
-            turns=tuple(
-                GeneratedTurn(**{**turn, "token_ids": tuple(turn["token_ids"])}) for turn in row["turns"]
-            ),
-        )
-        for row in read_jsonl(path)
-    ]
-
-
 def run(config: RegenerateConfig, target: Target, prompts_folder: Path, folder: Path, seed: int) -> None:
     """Answers the prompts of `prompts_folder` into `folder`.
 
@@ -66,7 +50,7 @@ def run(config: RegenerateConfig, target: Target, prompts_folder: Path, folder: 
         "target_fingerprint": target.fingerprint,
         "dtype": str(target.dtype),
         "prompts": stage_fingerprint(prompts_folder),
-        **{key: value for key, value in asdict(config).items() if key != "backend"},
+        **{key: value for key, value in asdict(config).items() if key not in ("backend", "workers")},
         "seed": seed,
     }
     stage = Stage(folder, "regenerated", settings)
@@ -74,18 +58,17 @@ def run(config: RegenerateConfig, target: Target, prompts_folder: Path, folder: 
         return
     start = time.monotonic()
     batches, left_out = plan(config, target, read_conversations(prompts_folder / PROMPTS_FILE))
-    with _locked(folder):
-        stage.begin()
-        _answer_all(batches, config, target, folder / ANSWERS_FILE, seed)
-        answers = read_answers(folder / ANSWERS_FILE)
-        turns = [turn for answer in answers for turn in answer.turns]
-        facts = {
-            "answers": len(answers),
-            "tokens": sum(len(turn.token_ids) for turn in turns),
-            "empty": sum(not turn.text.strip() for turn in turns),
-            "finish_reasons": dict(Counter(turn.finish_reason for turn in turns)),
-        }
-        stage.complete([ANSWERS_FILE], **facts, left_out=left_out, seconds=round(time.monotonic() - start, 1))
+    stage.begin()
+    _answer_all(batches, config, target, folder / ANSWERS_FILE, seed)
+    answers = read_answers(folder / ANSWERS_FILE)
+    turns = [turn for answer in answers for turn in answer.turns]
+    facts = {
+        "answers": len(answers),
+        "tokens": sum(len(turn.token_ids) for turn in turns),
+        "empty": sum(not turn.text.strip() for turn in turns),
+        "finish_reasons": dict(Counter(turn.finish_reason for turn in turns)),
+    }
+    stage.complete([ANSWERS_FILE], **facts, left_out=left_out, seconds=round(time.monotonic() - start, 1))
     say(f"regenerated  {facts['answers']:,} answers, {facts['tokens']:,} tokens {facts['finish_reasons']}")
 
 
@@ -119,8 +102,9 @@ def plan(
         say(f"regenerate   left out {dict(left_out)}")
     if not sized:
         raise ValueError(
-            f"data.regenerate: none of {len(prompts)} prompts can be answered ({dict(left_out)}): raise "
-            f"data.regenerate.max_prompt_tokens or lower data.regenerate.max_new_tokens"
+            f"data.regenerate: none of {len(prompts)} prompts can be answered ({dict(left_out)}): if too "
+            f"long, raise data.regenerate.max_prompt_tokens or lower data.regenerate.max_new_tokens; if the "
+            f"chat template refuses them, take others"
         )
     sized.sort(key=lambda entry: (-entry[0], -entry[1], entry[2].id))
     batches = []
@@ -145,17 +129,10 @@ def _answer_all(
     batches: Sequence[Sequence[Job]], config: RegenerateConfig, target: Target, path: Path, seed: int
 ) -> None:
     """Computes and appends what `path` does not hold yet."""
-    done = {row["id"] for row in read_jsonl(path)} if path.exists() else set()
+    done = {answer.id for answer in read_answers(path)} if path.exists() else set()
     todo = [batch for batch in batches if any(job.id not in done for job in batch)]
     if not todo:
         return
-    tokenizer = target.tokenizer()
-    generator = HFGenerator(
-        target.model(),
-        stop_ids=stop_token_ids(target),
-        vocab_size=min(len(tokenizer), target.config.vocab_size),
-        max_new_tokens=config.max_new_tokens,
-    )
     total, left = (sum(job.num_turns for batch in part for job in batch) for part in (batches, todo))
     num_tokens, start = 0, time.monotonic()
     with Meter("regenerate", total, unit="answers") as meter:
@@ -166,66 +143,60 @@ def _answer_all(
             num_tokens += tokens
             meter.advance(finished, f"{num_tokens / (time.monotonic() - start):,.0f} tokens/s")
 
-        for batch in todo:
-            rows = _answer_batch(generator, tokenizer, batch, seed, count)
+        make = functools.partial(Answerer, max_new_tokens=config.max_new_tokens, seed=seed)
+        workers = num_workers(config.workers, target, len(todo))
+        for rows in ordered(make, target, todo, workers=workers, on_step=count):
             append_jsonl(path, (row for row in rows if row["id"] not in done))
 
 
-def _answer_batch(
-    generator: HFGenerator,
-    tokenizer: PreTrainedTokenizerFast,
-    batch: Sequence[Job],
-    seed: int,
-    on_step: Callable[[int, int], None],
-) -> list[dict[str, Any]]:
-    """Rows of the answers file: every turn of every job, answers between the user turns."""
-    chats = [list(job.prompt.messages[: -job.num_turns]) for job in batch]  # a system message or none
-    turns: list[list[GeneratedTurn]] = [[] for _ in batch]
-    for turn in range(max(job.num_turns for job in batch)):
-        live = [i for i, job in enumerate(batch) if turn < job.num_turns]
-        for i in live:
-            chats[i].append(batch[i].prompt.messages[turn - batch[i].num_turns])
-        answers = generator.generate(
-            [render_prompt(tokenizer, chats[i]) for i in live],
-            batch[0].sampling,
-            [_row_seed(seed, batch[i].id, turn) for i in live],
-            on_step,
+class Answerer:
+    """Answers a batch of jobs turn by turn; one for each process."""
+
+    def __init__(self, target: Target, *, max_new_tokens: int, seed: int) -> None:
+        self._tokenizer, self._seed = target.tokenizer(), seed
+        self._generator = HFGenerator(
+            target.model(),
+            stop_ids=stop_token_ids(target),
+            vocab_size=min(len(self._tokenizer), target.config.vocab_size),
+            max_new_tokens=max_new_tokens,
         )
-        for i, answer in zip(live, answers, strict=True):
-            stopped = answer.finish_reason == "stop"
-            text_ids = list(answer.token_ids[:-1] if stopped else answer.token_ids)
-            text = str(tokenizer.decode(text_ids, skip_special_tokens=False))
-            turns[i].append(
-                GeneratedTurn(text=text, token_ids=answer.token_ids, finish_reason=answer.finish_reason)
+
+    def __call__(self, batch: Sequence[Job], on_step: OnStep) -> list[dict[str, Any]]:
+        """Rows of the answers file: every turn of every job, answers between the user turns."""
+        chats = [list(job.prompt.messages[: -job.num_turns]) for job in batch]  # a system message or none
+        turns: list[list[GeneratedTurn]] = [[] for _ in batch]
+        for turn in range(max(job.num_turns for job in batch)):
+            live = [i for i, job in enumerate(batch) if turn < job.num_turns]
+            for i in live:
+                chats[i].append(batch[i].prompt.messages[turn - batch[i].num_turns])
+            answers = self._generator.generate(
+                [render_prompt(self._tokenizer, chats[i]) for i in live],
+                batch[0].sampling,
+                [_row_seed(self._seed, batch[i].id, turn) for i in live],
+                on_step,
             )
-            chats[i].append(Message(role="assistant", content=text))
-    return [
-        {
-            "id": job.id,
-            "prompt_id": job.prompt.id,
-            "category": job.prompt.category,
-            "messages": [asdict(message) for message in chat],
-            "turns": [asdict(turn) for turn in made],
-            "sampling": asdict(job.sampling),
-        }
-        for job, chat, made in zip(batch, chats, turns, strict=True)
-    ]
+            for i, answer in zip(live, answers, strict=True):
+                stopped = answer.finish_reason == "stop"
+                text_ids = list(answer.token_ids[:-1] if stopped else answer.token_ids)
+                text = str(self._tokenizer.decode(text_ids, skip_special_tokens=False))
+                turns[i].append(
+                    GeneratedTurn(text=text, token_ids=answer.token_ids, finish_reason=answer.finish_reason)
+                )
+                chats[i].append(Message(role="assistant", content=text))
+        return [_answer_row(job, chat, made) for job, chat, made in zip(batch, chats, turns, strict=True)]
+
+
+def _answer_row(job: Job, chat: Sequence[Message], turns: Sequence[GeneratedTurn]) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "prompt_id": job.prompt.id,
+        "category": job.prompt.category,
+        "messages": [asdict(message) for message in chat],
+        "turns": [asdict(turn) for turn in turns],
+        "sampling": asdict(job.sampling),
+    }
 
 
 def _row_seed(seed: int, answer_id: str, turn_index: int) -> int:
     digest = hashlib.sha256(f"{seed}/{answer_id}/{turn_index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the folder for this process; the system releases it however the process ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{folder} is being written by another process: wait for it, or set run_dir"
-            ) from None
-        yield

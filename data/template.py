@@ -8,6 +8,7 @@ thinking from the history) a second *view* of the conversation begins, a documen
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -45,15 +46,24 @@ def render(
     """Text of a chat, up to where the next answer begins.
 
     Raises:
-        RefusedError: the template raises an error.
+        RefusedError: the template refuses this chat.
+        ValueError: the template is broken.
     """
     chat = [asdict(message) for message in messages]
     try:
         return str(
             tokenizer.apply_chat_template(chat, add_generation_prompt=generation_prompt, tokenize=False)
         )
-    except jinja2.TemplateError:
-        raise RefusedError("template_refused") from None
+    except (jinja2.TemplateSyntaxError, jinja2.TemplateRuntimeError, TypeError, ValueError) as error:
+        folder = Path(tokenizer.name_or_path)
+        names = ("chat_template.jinja", "tokenizer_config.json")
+        file = next((folder / name for name in names if (folder / name).is_file()), folder)
+        raise ValueError(
+            f"{file}: the chat template is broken ({type(error).__name__}: {error}): mend it, or fetch the "
+            f"target again"
+        ) from None
+    except jinja2.TemplateError as error:  # its own raise_exception
+        raise RefusedError(f"template_refused: {error}") from None
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[int]:

@@ -12,14 +12,24 @@ import pyarrow.parquet as pq
 import torch
 
 from slipstream.data.config import Overlong, TokenizeConfig
-from slipstream.data.files import Stage, atomic_path, stage_fingerprint
+from slipstream.data.conversations import read_answers
+from slipstream.data.files import Stage, atomic_path, reading, stage_fingerprint
 from slipstream.data.progress import Meter, say
-from slipstream.data.regenerate import ANSWERS_FILE, read_answers
+from slipstream.data.regenerate import ANSWERS_FILE
 from slipstream.data.target.resolve import Target
 from slipstream.data.template import ChatTemplate, RefusedError, stop_token_ids
 from slipstream.data.types import GeneratedConversation, TokenizedSample
 
 TOKENS_FILE = "tokens.parquet"
+SCHEMA = pa.schema(
+    {
+        "id": pa.string(),
+        "prompt_id": pa.string(),
+        "split": pa.string(),
+        "input_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.bool_()),
+    }
+)
 MIN_PROMPTS_TO_SPLIT = 20
 """From so many prompts on, the validation split holds at least one."""
 
@@ -131,8 +141,14 @@ def run(
     stage = Stage(folder, "tokens", settings)
     if stage.is_complete:
         return
+    answers = read_answers(regenerated_folder / ANSWERS_FILE)
+    if not answers:
+        raise ValueError(
+            f"{regenerated_folder / ANSWERS_FILE} holds no answer: "
+            f"delete {regenerated_folder} to make it again"
+        )
     template = ChatTemplate(target.tokenizer(), stop_token_ids(target), on_inserted=config.on_inserted)
-    rows, facts = tokenize_all(read_answers(regenerated_folder / ANSWERS_FILE), template, config)
+    rows, facts = tokenize_all(answers, template, config)
     validation = validation_prompts((row.prompt_id for row in rows), validation_share)
     rows = [replace(row, split="validation") if row.prompt_id in validation else row for row in rows]
     num_validation = sum(row.split == "validation" for row in rows)
@@ -156,12 +172,16 @@ def write_rows(path: Path, rows: Sequence[TokenizedSample]) -> None:
         "loss_mask": [row.loss_mask_T.numpy() for row in rows],
     }
     with atomic_path(path) as temporary:
-        pq.write_table(pa.table(columns), temporary, compression="zstd")
+        pq.write_table(pa.table(columns, SCHEMA), temporary, compression="zstd")
 
 
 def read_samples(folder: Path, split: str | None = None) -> list[TokenizedSample]:
     """The rows of the stage in `folder`, of one split or of all, sorted by id."""
-    table = pq.ParquetFile(folder / TOKENS_FILE).read()
+    path = folder / TOKENS_FILE
+    with reading(path):
+        table = pq.ParquetFile(path).read()
+        if table.schema != SCHEMA:
+            raise ValueError(f"columns are {', '.join(map(str, table.schema))}")
     return [
         TokenizedSample(
             id=row_id.as_py(),

@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from slipstream.data.files import Stage, atomic_path, stage_fingerprint
+from slipstream.data.files import Stage, atomic_path, reading, stage_fingerprint
 from slipstream.data.progress import say
 from slipstream.data.target.resolve import Target
 from slipstream.data.template import stop_token_ids
@@ -95,12 +94,8 @@ def read_vocab_map(folder: Path) -> VocabMap:
         ValueError: it is missing or is not a map in offset form.
     """
     path = folder / MAP_FILE
-    try:
+    with reading(path):
         tensors = load_file(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist: run the vocab_map stage first") from None
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}): delete {folder} to make it again") from None
     if {name: t.dtype for name, t in tensors.items()} != {"d2t": torch.int64, "t2d": torch.bool}:
         raise ValueError(f"{path} must hold d2t (int64) and t2d (bool): delete {folder} to make it again")
     vocab_map = VocabMap(d2t_W=tensors["d2t"], t2d_V=tensors["t2d"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -117,11 +117,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json in the plain form, whichever it was written in.
 
     Raises:
-        ValueError: it is missing.
+        ValueError: it is missing or damaged.
     """
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder / CONFIG} does not exist: export a trained head into {folder} first")
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        config: dict[str, Any] = dict(json.loads((folder / CONFIG).read_bytes()))
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / CONFIG} is damaged ({error}): delete {folder} and export again"
+        ) from None
     return {**config.get("transformer_layer_config", {}), **config}
 
 
@@ -249,12 +254,17 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a bundle.
 
     Raises:
-        ValueError: there is no weight file.
+        ValueError: the weight file is missing or damaged.
     """
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder / WEIGHTS} does not exist: export a trained head into {folder} first")
-    with safe_open(folder / WEIGHTS, framework="pt") as stored:
-        return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as stored:
+            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{folder / WEIGHTS} is damaged ({error}): delete {folder} and export again"
+        ) from None
 
 
 def load_head(folder: Path) -> ServedHead:

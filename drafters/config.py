@@ -6,6 +6,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Settings that follow the target where they are 0."""
+
+TARGET_KEYS = {
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
+}
+"""What a target's config must say."""
+
 
 class Init(Enum):
     """Where the first weights of a head come from."""
@@ -69,6 +83,11 @@ class DrafterConfig:
             found.append(f"drafter.kind={self.kind}: known is eagle3")
         if self.num_layers < 1:
             found.append("drafter.num_layers must be at least 1")
+        for key in SIZES:
+            if getattr(self, key) < 0:
+                found.append(f"drafter.{key} must be at least 0 (0: as the target)")
+        if self.head_dim % 2:
+            found.append(f"drafter.head_dim={self.head_dim} must be even: rotary positions turn pairs")
         if self.aux_layers != sorted(set(self.aux_layers)) or min(self.aux_layers, default=1) < 1:
             found.append(f"drafter.aux_layers={self.aux_layers} must be strictly increasing and >= 1")
         if self.norm_before_fc and self.fc_norm:
@@ -160,6 +179,10 @@ def resolve_geometry(config: DrafterConfig, target: Mapping[str, Any]) -> DraftG
     Raises:
         ValueError: names the key that does not fit.
     """
+    if missing := sorted(TARGET_KEYS - target.keys()):
+        raise ValueError(
+            f"target.name: its config.json has no {', '.join(missing)}: no head fits such a model"
+        )
     vocab_size = target["vocab_size"]
     draft_vocab_size = config.draft_vocab_size or vocab_size
     if draft_vocab_size > vocab_size:
@@ -172,6 +195,11 @@ def resolve_geometry(config: DrafterConfig, target: Mapping[str, Any]) -> DraftG
     if heads % kv_heads:
         raise ValueError(
             f"drafter.num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
+        )
+    if target["hidden_size"] % heads:
+        raise ValueError(
+            f"drafter.num_attention_heads={heads} must divide the hidden size, {target['hidden_size']}: "
+            f"transformers and the engines refuse others"
         )
     target_head_dim = target.get("head_dim") or target["hidden_size"] // target["num_attention_heads"]
     return DraftGeometry(

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from slipstream.data.files import Stage, append_jsonl, file_hash, read_jsonl, va
 from slipstream.data.progress import Meter
 from slipstream.data.target.resolve import Target
 from slipstream.data.target.weights import read_target_head
-from slipstream.data.template import render_prompt, stop_token_ids
+from slipstream.data.template import RefusedError, render_prompt, stop_token_ids
 from slipstream.data.types import Conversation, Message
 from slipstream.drafters.checkpoint_format import CONFIG, WEIGHTS, load_head
 from slipstream.eval.config import EvalConfig
@@ -141,12 +142,11 @@ def measure(
         **dataclasses.asdict(config),
     }
     stage = Stage(folder, "evaluation", settings)
-    rows = read_jsonl(folder / ROUNDS) if (folder / ROUNDS).exists() else []
-    results = {
-        row["id"]: PromptResult(**{**row, "rounds": tuple(Round(**r) for r in row["rounds"])}) for row in rows
-    }
+    rows = read_jsonl(folder / ROUNDS, _parse_result) if (folder / ROUNDS).exists() else []
+    results = {row.id: row for row in rows}
     todo = [c for c in conversations if c.id not in results]
     if todo:
+        check_room(target, todo, config.max_new_tokens)
         player = _Player(target, drafter, config)
         player.warm_up(todo[0])
         stage.begin()
@@ -165,6 +165,36 @@ def measure(
         write_json(folder / REPORT, dataclasses.asdict(report))
         stage.complete([ROUNDS, REPORT], acceptance_length=report.acceptance_length)
     return report
+
+
+def _parse_result(row: dict[str, Any]) -> PromptResult:
+    return PromptResult(**{**row, "rounds": tuple(Round(**r) for r in row["rounds"])})
+
+
+def check_room(target: Target, conversations: Sequence[Conversation], max_new_tokens: int) -> None:
+    """Holds every chat with its answers against the target's positions.
+
+    Raises:
+        ValueError: one does not fit, or the chat template refuses it.
+    """
+    tokenizer, room = target.tokenizer(), target.config.max_position_embeddings
+    for conversation in conversations:
+        roles = [message.role for message in conversation.messages]
+        first, num_turns = roles.index("user") + 1, roles.count("user")
+        try:
+            needed = len(render_prompt(tokenizer, conversation.messages[:first])) + num_turns * max_new_tokens
+        except RefusedError as refused:
+            raise ValueError(
+                f"eval.prompts: the target's template refuses {conversation.id} ({refused}): leave it out"
+            ) from None
+        later = conversation.messages[first:]
+        needed += sum(len(tokenizer(message.content, verbose=False)["input_ids"]) for message in later)
+        if needed > room:
+            raise ValueError(
+                f"eval.prompts: {conversation.id} with {num_turns} answers of eval.max_new_tokens="
+                f"{max_new_tokens} takes {needed} tokens, and target.name={target.name} has {room} "
+                f"positions: lower eval.max_new_tokens, or leave the prompt out"
+            )
 
 
 def load_drafter(target: Target, export_folder: Path) -> EagleDrafter:

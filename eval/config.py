@@ -1,6 +1,7 @@
 """Settings of the acceptance measurement."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 
 @dataclass
@@ -24,8 +25,10 @@ class EvalConfig:
         found = []
         if self.num_draft_tokens < 1:
             found.append("eval.num_draft_tokens must be at least 1")
-        if self.max_new_tokens < 1:
-            found.append("eval.max_new_tokens must be at least 1")
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if self.max_new_tokens < 2:
+            found.append("eval.max_new_tokens must be at least 2: the first token comes without a draft")
+        if self.limit < 0:
+            found.append("eval.limit must be at least 0 (0 takes all)")
+        if not 0 <= self.temperature < inf or not 0 < self.top_p <= 1 or self.top_k < 0:
             found.append("eval: temperature >= 0, 0 < top_p <= 1, top_k >= 0")
         return found

@@ -1,6 +1,7 @@
 """The typed schema of a recipe: one recipe describes all stages, each command reads its section."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ from slipstream.data.config import DataConfig, Dtype, TargetConfig
 from slipstream.drafters.config import DrafterConfig, Engine, Form, sglang_refusals
 from slipstream.eval.config import EvalConfig
 from slipstream.train.config import TrainConfig
+
+OPEN = "target.geometry"
+"""The one key whose entries the schema does not list."""
 
 
 @dataclass
@@ -72,6 +76,10 @@ class Recipe:
         """Raises ValueError with every mistake in the recipe at once."""
         sections = (self.target, self.data, self.drafter, self.train, self.eval)
         found = [problem for section in sections for problem in section.problems()]
+        if not self.run_dir.strip():
+            found.append("run_dir is empty: name a folder")
+        if not 0 <= self.seed < 2**31:
+            found.append(f"seed={self.seed} must lie in 0..{2**31 - 1}")
         found += self.export.problems(self.drafter)
         if found:
             raise ValueError("; ".join(found))
@@ -90,6 +98,26 @@ def known_keys(node: Any = Recipe, prefix: str = "") -> list[str]:
         if is_dataclass(entry.type):
             keys += known_keys(entry.type, f"{prefix}{entry.name}.")
     return keys
+
+
+def check_keys(values: Mapping[Any, Any], node: Any = Recipe, prefix: str = "") -> None:
+    """Raises ValueError where `+key=value` has added a key that does not exist, or `~key` deleted one."""
+    types = {entry.name: entry.type for entry in fields(node)}
+    for key in values.keys() - types.keys():
+        raise ValueError(unknown_key(f"{prefix}{key}"))
+    for key in types.keys() - values.keys():
+        raise ValueError(f"~{prefix}{key} deletes a setting that every recipe has: give it a value instead")
+    for key, kind in types.items():
+        if is_dataclass(kind):
+            check_keys(values[key], kind, f"{prefix}{key}.")
+
+
+def unknown_key(key: str) -> str:
+    """The answer to a key that does not exist."""
+    if key.startswith(OPEN):
+        return f"{key}: an entry that the recipe does not have is added by +{OPEN}.ENTRY=VALUE, one by one"
+    near = nearest_key(key)
+    return f"unknown key {key}: " + (f"did you mean {near}?" if near else "see --help for the keys")
 
 
 def nearest_key(key: str) -> str:

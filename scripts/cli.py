@@ -1,26 +1,27 @@
 """From the command line to a checked recipe, and from an exception to one line and exit code 2."""
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
-from pathlib import Path
 
 import hydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from slipstream.data.files import write_text
 from slipstream.data.progress import is_main_process
-from slipstream.recipes.schema import Recipe, nearest_key, register
+from slipstream.recipes.schema import Recipe, check_keys, register, unknown_key
 
+BAD = (HydraException, OmegaConfBaseException, ValueError, OSError)
 BAD_INPUT, INTERRUPTED = 2, 130
-RECIPE = "recipe.yaml"
-"""What a run was started with, in its folder."""
-USER_ERRORS = (OmegaConfBaseException, ValueError, OSError)
+
+RANK_0_SECONDS = 5.0
+"""How long another rank waits: torchrun ends it meanwhile when rank 0 failed as well."""
 
 
-def command(task: Callable[[Recipe], None]) -> Callable[[], None]:
+def command(task: Callable[[Recipe], object]) -> Callable[[], None]:
     """Makes the `main` of a command: `recipe=NAME key=value ...` composes the recipe of `task`."""
     register()
     failures: list[Exception] = []
@@ -28,62 +29,65 @@ def command(task: Callable[[Recipe], None]) -> Callable[[], None]:
     @hydra.main(version_base="1.3", config_path="pkg://slipstream.recipes", config_name="pipeline")
     def compose(composed: DictConfig) -> None:
         try:
+            check_keys(composed)
             recipe: Recipe = OmegaConf.to_object(composed)  # type: ignore[assignment]
             recipe.check()
-            if is_main_process() and not recipe.plan:
-                write_text(Path(recipe.run_dir) / RECIPE, OmegaConf.to_yaml(composed, resolve=True))
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             task(recipe)
-        except USER_ERRORS as error:
+        except BAD as error:
             failures.append(error)  # raised here, Hydra would print a line of its own
+        except RuntimeError:
+            _let_rank_0_speak()  # a collective fails where rank 0 is gone
+            raise
 
     def main() -> None:
         # Hydra would print its own page and exit with 1.
         os.environ["HYDRA_FULL_ERROR"] = "1"
+        # Inside Hydra a KeyboardInterrupt would become another error; nothing is written there.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(_interrupted()))
         try:
             compose()
-        except (HydraException, OmegaConfBaseException) as error:
-            failures.append(error)
+            if failures:
+                raise failures[0]
+        except BAD as error:
+            fail(error)
         except KeyboardInterrupt:
-            print("interrupted: run the same command again to go on", file=sys.stderr)
-            sys.exit(INTERRUPTED)
-        if failures:
-            fail(failures[0])
+            sys.exit(_interrupted())
 
     return main
 
 
-def recorded_recipe(run_dir: str, overrides: list[str]) -> Recipe:
-    """The recipe a run was started with, changed by `key=value` words.
+def _interrupted() -> int:
+    if is_main_process():
+        print("interrupted: run the same command again to go on", file=sys.stderr)
+    return INTERRUPTED
 
-    Raises:
-        ValueError: the folder holds none.
-    """
-    path = Path(run_dir) / RECIPE
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: name the run_dir of a run")
-    changes = OmegaConf.from_dotlist([f"run_dir={run_dir}", *overrides])
-    recorded = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path), changes)
-    recipe: Recipe = OmegaConf.to_object(recorded)  # type: ignore[assignment]
-    recipe.check()
-    return recipe
+
+def _let_rank_0_speak() -> None:
+    """Keeps an error of another rank back; it mostly repeats rank 0's, and torchrun ends this process."""
+    if not is_main_process():
+        time.sleep(RANK_0_SECONDS)
 
 
 def _explain(error: Exception) -> str:
     """One line; for a mistyped key with the key that was probably meant."""
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} is not set and the recipe has no value for it: add {error.full_key}=VALUE"
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         return str(error)
     lines = [str(error), *([str(error.__cause__)] if error.__cause__ else [])]
     text = " ".join(dict.fromkeys(line.strip() for part in lines for line in part.splitlines()))
     quoted = text.split("'")
     if text.startswith("Could not override") and len(quoted) > 1:
-        near = nearest_key(quoted[1])
-        return f"unknown key {quoted[1]}: " + (f"did you mean {near}?" if near else "see --help for the keys")
+        return unknown_key(quoted[1])
     return text
 
 
 def fail(error: Exception) -> None:
     """Prints one line and ends the program."""
+    _let_rank_0_speak()
     if "SLIPSTREAM_TRACEBACK" in os.environ:
         raise error
-    print(f"error: {' '.join(_explain(error).split())}", file=sys.stderr)
+    where = "" if is_main_process() else f" on rank {os.environ['RANK']}"
+    print(f"error{where}: {' '.join(_explain(error).split())}", file=sys.stderr)
     sys.exit(BAD_INPUT)

@@ -6,15 +6,17 @@ and the first stage that differs is named.
 """
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from slipstream.drafters.config import Engine
 from slipstream.recipes.schema import Recipe
-from slipstream.scripts.cli import USER_ERRORS, command, fail, recorded_recipe
-from slipstream.scripts.stages import Run
+from slipstream.scripts.cli import BAD, command, fail
+from slipstream.scripts.stages import RECIPE, Run
 
 if TYPE_CHECKING:
     from slipstream.eval.engines.replay import Finding
@@ -56,7 +58,7 @@ def _replay(run: Run, console: Console) -> list[str]:
 
     recipe, folder = run.recipe, run.path("export")
     model, drafter = run.target.model(), load_drafter(run.target, folder)
-    ours = decode(run.target, model, drafter, recipe.eval, run.held_out())
+    ours = decode(run.target, model, drafter, recipe.eval, run.eval_prompts)
     pythons = {Engine.vllm: recipe.engines.vllm_python, Engine.sglang: recipe.engines.sglang_python}
     different = []
     for engine in recipe.export.engines:
@@ -84,6 +86,22 @@ def _show(title: str, findings: "list[Finding]", console: Console) -> None:
     console.print(table)
 
 
+def recorded_recipe(run_dir: str, overrides: list[str]) -> Recipe:
+    """The recipe a run was started with, changed by `key=value` words.
+
+    Raises:
+        ValueError: the folder holds none.
+    """
+    path = Path(run_dir) / RECIPE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: name the run_dir of a run")
+    changes = OmegaConf.from_dotlist([f"run_dir={run_dir}", *overrides])
+    recorded = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path), changes)
+    recipe: Recipe = OmegaConf.to_object(recorded)  # type: ignore[assignment]
+    recipe.check()
+    return recipe
+
+
 _composed = command(doctor)
 
 
@@ -98,7 +116,7 @@ def main() -> None:
         if place + 1 == len(words):
             raise ValueError("--replay needs the run_dir of a finished run")
         doctor(recorded_recipe(words[place + 1], [*words[:place], *words[place + 2 :], "replay=true"]))
-    except USER_ERRORS as error:
+    except BAD as error:
         fail(error)
 
 

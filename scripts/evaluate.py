@@ -11,7 +11,7 @@ def evaluate(recipe: Recipe) -> None:
     """Measures and prints the table."""
     from slipstream.eval.report import print_report
 
-    print_report(Run(recipe).evaluate(), Console())
+    print_report(Run(recipe).run("evaluation"), Console())
 
 
 main = command(evaluate)

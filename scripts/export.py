@@ -3,7 +3,7 @@
 from slipstream.scripts.cli import command
 from slipstream.scripts.stages import Run
 
-main = command(lambda recipe: Run(recipe).export())
+main = command(lambda recipe: Run(recipe).run("export"))
 
 if __name__ == "__main__":
     main()

@@ -10,42 +10,36 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from slipstream.data.files import is_complete, read_json, read_manifest, write_json
-from slipstream.data.progress import say, timed
+from slipstream.data.files import is_complete, read_manifest
+from slipstream.data.progress import say
 from slipstream.recipes.schema import Recipe
 from slipstream.scripts.cli import command
-from slipstream.scripts.plan import print_plan
-from slipstream.scripts.stages import Run
+from slipstream.scripts.stages import INPUTS, Run
 
 if TYPE_CHECKING:
     from slipstream.eval.acceptance import AcceptanceReport
-
-SECONDS = "seconds.json"
 
 
 def pipeline(recipe: Recipe) -> None:
     """Runs what is missing and prints the acceptance table and the summary line."""
     run = Run(recipe)
     if recipe.plan:
+        from slipstream.scripts.plan import print_plan
+
         print_plan(run)
         return
     from slipstream.eval.report import print_report
 
-    path = run.folder / SECONDS
-    seconds: dict[str, float] = read_json(path) if path.exists() else {}
+    run.check()
     report: Any = None
-    stages = run.stages() | {"train": lambda: _train_on_all_gpus(run)}
-    for name, stage in stages.items():
-        done = is_complete(run.path(name))
-        say(f"-- {name}: {'complete' if done else 'running'}")
-        spent = dict(seconds)
-        with timed(spent, name):
-            report = stage()
-        if not done:
-            seconds = spent
-            write_json(path, seconds)
+    for stage in INPUTS:
+        say(f"-- {stage}: {'complete' if is_complete(run.path(stage)) else 'running'}")
+        if stage == "train":
+            _train_on_all_gpus(run)
+        else:
+            report = run.run(stage)
     print_report(report, Console())
-    print(json.dumps(summary(run, report, seconds)))
+    print(json.dumps(summary(run, report)))
 
 
 def _train_on_all_gpus(run: Run) -> None:
@@ -53,7 +47,7 @@ def _train_on_all_gpus(run: Run) -> None:
     import torch
 
     if is_complete(run.path("train")) or torch.cuda.device_count() < 2:
-        run.train()
+        run.run("train")
         return
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
     words = [str(torch.cuda.device_count()), "-m", "slipstream.scripts.train", *sys.argv[1:]]
@@ -61,8 +55,10 @@ def _train_on_all_gpus(run: Run) -> None:
         raise ValueError(f"training stopped with exit code {code}: see its message above")
 
 
-def summary(run: Run, report: "AcceptanceReport", seconds: dict[str, float]) -> dict[str, Any]:
+def summary(run: Run, report: "AcceptanceReport") -> dict[str, Any]:
     """What a script wants to know of a finished run."""
+    seconds = run.seconds()
+    keys = {stage: run.seconds_key(stage) for stage in INPUTS}
     return {
         "target": run.recipe.target.name,
         "drafter": run.recipe.drafter.kind,
@@ -72,7 +68,7 @@ def summary(run: Run, report: "AcceptanceReport", seconds: dict[str, float]) -> 
         "speedup": round(report.speedup, 3),
         "lossless": report.lossless,
         "train_tokens": read_manifest(run.path("train"))["facts"]["train_tokens"],
-        "seconds_per_stage": {name: round(value, 1) for name, value in seconds.items()},
+        "seconds_per_stage": {stage: round(seconds[key], 1) for stage, key in keys.items() if key in seconds},
         "export": str(run.path("export")),
     }
 

@@ -9,9 +9,9 @@ from rich.table import Table
 from slipstream.data.cache import STORAGE_DTYPES, HiddenStateCache
 from slipstream.data.capture import estimate_bytes
 from slipstream.data.files import MANIFEST, is_complete, read_manifest
-from slipstream.drafters.config import DraftGeometry, resolve_geometry
+from slipstream.drafters.config import TARGET_KEYS, DraftGeometry, resolve_geometry
 from slipstream.drafters.registry import DRAFTERS
-from slipstream.scripts.stages import Run
+from slipstream.scripts.stages import INPUTS, Run
 
 COUNTS = {"prompts": "kept", "regenerated": "answers", "tokens": "kept", "hidden_states": "supervised_tokens"}
 """The fact of a complete stage that tells its size."""
@@ -23,7 +23,7 @@ def print_plan(run: Run) -> None:
     table = Table(title=f"{run.recipe.name}: stages in {run.folder}")
     for column in ("stage", "state", "size"):
         table.add_column(column)
-    for name in run.stages():
+    for name in INPUTS:
         table.add_row(name, *_state(run, name))
     console.print(table)
     facts = Table(show_header=False)
@@ -67,9 +67,10 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def plan_geometry(run: Run) -> DraftGeometry:
-    """The head's geometry, from the recipe's own figures of the target where it gives them."""
+    """The head's geometry, from the recipe's own figures of the target where it gives them all."""
     expected: dict[str, Any] = dict(run.recipe.target.geometry)
-    return resolve_geometry(run.recipe.drafter, expected) if expected else run.geometry
+    is_enough = expected.keys() >= TARGET_KEYS
+    return resolve_geometry(run.recipe.drafter, expected) if is_enough else run.geometry
 
 
 def _steps(run: Run) -> str:

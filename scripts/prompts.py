@@ -3,7 +3,7 @@
 from slipstream.scripts.cli import command
 from slipstream.scripts.stages import Run
 
-main = command(lambda recipe: Run(recipe).prompts())
+main = command(lambda recipe: Run(recipe).run("prompts"))
 
 if __name__ == "__main__":
     main()

@@ -1,21 +1,23 @@
 """Shows which tokens of a training row are supervised: `scripts/show_mask.py recipe=NAME row=N`."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.data.target.resolve import Target
-from slipstream.data.tokenize import read_samples
-from slipstream.data.types import TokenizedSample
 from slipstream.recipes.schema import Recipe
 from slipstream.scripts.cli import command
 from slipstream.scripts.stages import Run
 
+if TYPE_CHECKING:
+    from slipstream.data.target.resolve import Target
+    from slipstream.data.types import TokenizedSample
+
 SUPERVISED, CONTEXT = "bold black on green", "dim"
 
 
-def show(target: Target, tokens_folder: Path, row: str, console: Console) -> None:
+def show(target: "Target", tokens_folder: Path, row: str, console: Console) -> None:
     """Prints one row, supervised tokens coloured, special tokens and newlines visible.
 
     Args:
@@ -27,6 +29,8 @@ def show(target: Target, tokens_folder: Path, row: str, console: Console) -> Non
     Raises:
         ValueError: there is no such row.
     """
+    from slipstream.data.tokenize import read_samples
+
     sample = _find(read_samples(tokens_folder), row)
     tokenizer = target.tokenizer()
     text = Text()
@@ -42,7 +46,7 @@ def show(target: Target, tokens_folder: Path, row: str, console: Console) -> Non
     console.print(text)
 
 
-def _find(samples: list[TokenizedSample], row: str) -> TokenizedSample:
+def _find(samples: "list[TokenizedSample]", row: str) -> "TokenizedSample":
     by_id = {sample.id: sample for sample in samples}
     if row in by_id:
         return by_id[row]

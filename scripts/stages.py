@@ -5,6 +5,7 @@ Heavy libraries are imported by the stages that need them, so `--help` and bad i
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from slipstream.data.files import Stage, is_complete, stage_fingerprint, value_hash
+from slipstream.data.files import (
+    MANIFEST,
+    Stage,
+    is_complete,
+    read_manifest,
+    reading,
+    stage_fingerprint,
+    value_hash,
+    write_json,
+    write_text,
+)
 from slipstream.data.progress import is_main_process
 from slipstream.drafters.config import DraftGeometry, Engine, Init, resolve_geometry, sglang_refusals
 from slipstream.recipes.schema import Recipe
@@ -24,6 +35,23 @@ if TYPE_CHECKING:
     from slipstream.eval.acceptance import AcceptanceReport
     from slipstream.train.ttt import FrozenTarget
 
+INPUTS: dict[str, tuple[str, ...]] = {
+    "prompts": (),
+    "regenerated": ("prompts",),
+    "tokens": ("regenerated",),
+    "vocab_map": ("tokens",),
+    "hidden_states": ("tokens",),
+    "train": ("vocab_map", "hidden_states"),
+    "export": ("train",),
+    "evaluation": ("export",),
+}
+"""Every stage in order, by the name of its folder, with the stages it reads from."""
+
+SECONDS = "seconds.json"
+
+RECIPE = "recipe.yaml"
+"""What a run was started with, in its folder."""
+
 NOT_IDENTITY = ("wandb", "log_every", "validate_every", "validate_tokens", "save_every", "keep_checkpoints")
 """Training settings that do not change the trained weights."""
 
@@ -32,11 +60,12 @@ REGRESSION_DOCUMENTS = 1000
 
 
 class Run:
-    """A recipe with the folders of its stages; each method runs or resumes one stage."""
+    """A recipe with the folders of its stages; `run` runs or resumes one of them."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.folder = Path(recipe.run_dir)
+        self._sound: set[str] = set()
 
     def path(self, stage: str) -> Path:
         """Folder of a stage; each way to evaluate has its own."""
@@ -44,12 +73,71 @@ class Run:
             return self.folder / stage / value_hash(plain(self.recipe.eval))[:8]
         return self.folder / stage
 
+    def run(self, stage: str) -> Any:
+        """Runs what is missing of a stage; where that is something, the run's folder tells time and recipe.
+
+        Raises:
+            ValueError: bad input, or a stage before this one is missing or was made with other settings.
+        """
+        if stage == "train":
+            self._prepare_data()
+        for needed in INPUTS[stage]:
+            self.require(needed)
+        if is_complete(self.path(stage)) or not is_main_process():
+            return self.method(stage)()
+        seconds, start = self._seconds_before(stage), time.monotonic()
+        result = self.method(stage)()
+        self._write_seconds(stage, seconds + time.monotonic() - start)
+        if stage != "evaluation":
+            settings = OmegaConf.to_yaml(OmegaConf.structured(self.recipe))
+            write_text(self.folder / RECIPE, settings)
+        return result
+
     def require(self, stage: str) -> None:
-        """Raises ValueError unless a stage ran to its end."""
+        """Raises ValueError unless a stage is complete, and made with the recipe's settings.
+
+        So are the stages before it, as far back as their folders were kept.
+        """
         if not is_complete(self.path(stage)):
             raise ValueError(
                 f"{self.path(stage)} is not complete: run that stage, or scripts/pipeline.py for all"
             )
+        if stage not in self._sound and all(is_complete(self.path(needed)) for needed in INPUTS[stage]):
+            for needed in INPUTS[stage]:
+                self.require(needed)
+            self.method(stage)()  # complete: it compares settings and returns
+            self._sound.add(stage)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds that stages took, over all restarts, by folder."""
+        path = self.folder / SECONDS
+        if not path.exists():
+            return {}
+        with reading(path, way_out="delete it"):
+            return {str(key): float(value) for key, value in dict(json.loads(path.read_bytes())).items()}
+
+    def seconds_key(self, stage: str) -> str:
+        """Key of a stage in `seconds`."""
+        return str(self.path(stage).relative_to(self.folder))
+
+    def _seconds_before(self, stage: str) -> float:
+        """Seconds of runs that were stopped: each counts up to the last file it wrote."""
+        manifest, log = self.path(stage) / MANIFEST, self.folder / SECONDS
+        if not manifest.exists():
+            return 0.0
+        counted = self.seconds().get(self.seconds_key(stage), 0.0)
+        since = max(file.stat().st_mtime for file in (manifest, log) if file.exists())
+        until = max(file.stat().st_mtime for file in self.path(stage).rglob("*"))
+        if until > since:
+            counted += until - since
+            self._write_seconds(stage, counted)
+        return counted
+
+    def _write_seconds(self, stage: str, seconds: float) -> None:
+        for leftover in self.folder.glob(".*.tmp"):
+            if time.time() - leftover.stat().st_mtime > 60:  # of a killed process, not of one that writes now
+                leftover.unlink()
+        write_json(self.folder / SECONDS, self.seconds() | {self.seconds_key(stage): seconds})
 
     @functools.cached_property
     def target(self) -> "Target":
@@ -69,17 +157,61 @@ class Run:
             raise ValueError("; ".join(refusals))
         return geometry
 
-    def prompts(self) -> None:
+    def check(self) -> None:
+        """Raises ValueError for what the last stages would find, before hours go into the first."""
+        from slipstream.eval.acceptance import check_room
+
+        self.check_head()
+        check_room(self.target, self.eval_prompts, self.recipe.eval.max_new_tokens)
+
+    def check_head(self) -> None:
+        """Raises ValueError where the target cannot have such a head."""
+        import numpy as np
+
+        from slipstream.data.template import stop_token_ids
+        from slipstream.data.vocab_map import build_vocab_map
+        from slipstream.drafters.checkpoint_format import required_shapes
+
+        required_shapes(self.geometry)
+        counts_V = np.zeros(self.geometry.vocab_size, dtype=np.int64)
+        entries = self.target.tokenizer().get_vocab().values()
+        build_vocab_map(counts_V, self.geometry.draft_vocab_size, stop_token_ids(self.target), entries)
+
+    @functools.cached_property
+    def eval_prompts(self) -> "list[Conversation]":
+        """The chats that are measured on."""
+        from slipstream.data.config import PromptsConfig
+        from slipstream.data.conversations import load_prompts
+
+        config = PromptsConfig(paths=list(self.recipe.eval.prompts), limit=self.recipe.eval.limit)
+        return load_prompts(config, key="eval.prompts")[0]
+
+    def method(self, stage: str) -> Callable[[], Any]:
+        """What runs or resumes a stage whose inputs are complete."""
+        methods: dict[str, Callable[[], Any]] = {
+            "prompts": self._prompts,
+            "regenerated": self._regenerate,
+            "tokens": self._tokenize,
+            "vocab_map": self._vocab_map,
+            "hidden_states": self._capture,
+            "train": self._train,
+            "export": self._export,
+            "evaluation": self._evaluate,
+        }
+        return methods[stage]
+
+    def _prompts(self) -> None:
         """Reads the prompts into one normal form."""
         from slipstream.data import conversations
 
         conversations.run(self.recipe.data.prompts, self.path("prompts"))
 
-    def regenerate(self) -> None:
+    def _regenerate(self) -> None:
         """Lets the target answer the prompts."""
         from slipstream.data import regenerate
 
-        self.require("prompts")
+        if not is_complete(self.path("regenerated")):
+            self.check_head()
         regenerate.run(
             self.recipe.data.regenerate,
             self.target,
@@ -88,11 +220,10 @@ class Run:
             self.recipe.seed,
         )
 
-    def tokenize(self) -> None:
+    def _tokenize(self) -> None:
         """Renders the answers with the chat template and marks what the target generated."""
         from slipstream.data import tokenize
 
-        self.require("regenerated")
         tokenize.run(
             self.recipe.data.tokenize,
             self.target,
@@ -101,20 +232,18 @@ class Run:
             self.recipe.data.validation_share,
         )
 
-    def vocab_map(self) -> None:
+    def _vocab_map(self) -> None:
         """Chooses the draft vocabulary from the generated tokens."""
         from slipstream.data import vocab_map
 
-        self.require("tokens")
         vocab_map.run(
             self.geometry.draft_vocab_size, self.target, self.path("tokens"), self.path("vocab_map")
         )
 
-    def capture(self) -> None:
+    def _capture(self) -> None:
         """Caches the target's hidden states."""
         from slipstream.data import capture
 
-        self.require("tokens")
         capture.run(
             self.recipe.data.capture,
             self.target,
@@ -123,21 +252,23 @@ class Run:
             self.path("hidden_states"),
         )
 
-    def train(self) -> None:
+    def _train(self) -> None:
         """Trains the head; under torchrun every rank calls this."""
+        folder = self.path("train")
+        if is_complete(folder):
+            Stage(folder, "train", self._train_settings())
+            return
+        from slipstream.data.cache import HiddenStateCache
         from slipstream.train import engine, trainer
+        from slipstream.train.checkpoint import has_checkpoint
         from slipstream.train.ttt import Unroller
 
-        self._prepare_data()
-        stage = Stage(self.path("train"), "train", self._train_settings())
-        if stage.is_complete:
-            return
         device = engine.init_distributed()
         engine.deepspeed_settings(self.recipe.train, engine.world_size())
-        from slipstream.data.cache import HiddenStateCache
-
-        if engine.rank() == 0:
-            stage.begin()
+        if engine.rank() == 0 and not has_checkpoint(folder):
+            (folder / MANIFEST).unlink(missing_ok=True)  # nothing is there that other settings would spoil
+        engine.barrier()
+        stage = Stage(folder, "train", self._train_settings())
         frozen = self._frozen_target()
         source = HiddenStateCache(self.path("hidden_states"))
         state = trainer.fit(
@@ -150,24 +281,21 @@ class Run:
             source,
             self.recipe.train,
             frozen=frozen,
-            folder=self.path("train"),
+            stage=stage,
             seed=self.recipe.seed,
             device=device,
-            settings=stage.settings,
         )
         if engine.rank() == 0:
             final = f"step-{state.step:07d}/head.safetensors"
             stage.complete([final], **dataclasses.asdict(state))
         engine.barrier()
 
-    def export(self) -> None:
-        """Writes the serving bundle of the newest checkpoint."""
+    def _export(self) -> None:
+        """Writes the serving bundle of the trained head."""
         from slipstream.data.vocab_map import read_vocab_map
         from slipstream.scripts.bundle import write_bundle
-        from slipstream.train.checkpoint import latest_checkpoint, read_head
+        from slipstream.train.checkpoint import read_head
 
-        self.require("train")
-        Stage(self.path("train"), "train", self._train_settings())  # refuses a recipe it was not trained with
         settings = {
             "target_fingerprint": self.target.fingerprint,
             "train": stage_fingerprint(self.path("train")),
@@ -176,12 +304,12 @@ class Run:
         stage = Stage(self.path("export"), "export", settings)
         if stage.is_complete:
             return
-        checkpoint = latest_checkpoint(self.path("train"))
-        assert checkpoint is not None, "a complete train stage has a checkpoint"
+        (final,) = read_manifest(self.path("train"))["files"]
+        tensors = read_head(self.path("train") / final)
         stage.begin()
         names = write_bundle(
             self.path("export"),
-            tensors=read_head(checkpoint),
+            tensors=tensors,
             geometry=self.geometry,
             vocab_map=read_vocab_map(self.path("vocab_map")),
             target=self.target,
@@ -189,41 +317,24 @@ class Run:
         )
         stage.complete(names)
 
-    def held_out(self) -> "list[Conversation]":
-        """The prompts that the head is measured on."""
-        from slipstream.data.config import PromptsConfig
-        from slipstream.data.conversations import load_prompts
-
-        config = self.recipe.eval
-        conversations, _ = load_prompts(PromptsConfig(paths=list(config.prompts), limit=config.limit))
-        return conversations
-
-    def evaluate(self) -> "AcceptanceReport":
+    def _evaluate(self) -> "AcceptanceReport":
         """Measures the exported bundle with the built-in decoder."""
         from slipstream.eval.acceptance import measure
 
-        self.require("export")
-        folders = self.path("export"), self.path("evaluation")
-        return measure(self.target, folders[0], self.recipe.eval, self.held_out(), folders[1])
-
-    def stages(self) -> dict[str, Callable[[], Any]]:
-        """Every stage in order, by the name of its folder."""
-        return {
-            "prompts": self.prompts,
-            "regenerated": self.regenerate,
-            "tokens": self.tokenize,
-            "vocab_map": self.vocab_map,
-            "hidden_states": self.capture,
-            "train": self.train,
-            "export": self.export,
-            "evaluation": self.evaluate,
-        }
+        export = self.path("export")
+        made_for = read_manifest(export)["settings"]["target_fingerprint"]
+        if made_for != self.target.fingerprint:
+            raise ValueError(
+                f"{export} was made for a target with fingerprint {made_for}, that of target.name="
+                f"{self.target.name} is {self.target.fingerprint}: name the target the head was trained for"
+            )
+        return measure(self.target, export, self.recipe.eval, self.eval_prompts, self.path("evaluation"))
 
     def _prepare_data(self) -> None:
         """Runs the data stages that are missing: rank 0 works, the others wait for its files."""
         if is_main_process():
-            for name in ("prompts", "regenerated", "tokens", "vocab_map", "hidden_states"):
-                self.stages()[name]()
+            for stage in ("prompts", "regenerated", "tokens", "vocab_map", "hidden_states"):
+                self.run(stage)
         while not is_complete(self.path("hidden_states")):
             time.sleep(0.5)
 

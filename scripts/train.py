@@ -3,7 +3,7 @@
 from slipstream.scripts.cli import command
 from slipstream.scripts.stages import Run
 
-main = command(lambda recipe: Run(recipe).train())
+main = command(lambda recipe: Run(recipe).run("train"))
 
 if __name__ == "__main__":
     main()

@@ -3,7 +3,7 @@
 from slipstream.scripts.cli import command
 from slipstream.scripts.stages import Run
 
-main = command(lambda recipe: Run(recipe).vocab_map())
+main = command(lambda recipe: Run(recipe).run("vocab_map"))
 
 if __name__ == "__main__":
     main()

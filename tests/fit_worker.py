@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
+from slipstream.data.files import Stage
 from slipstream.train import checkpoint, engine, trainer
 from slipstream.train.config import Loss, TrainConfig, WandbConfig, WandbMode
 from slipstream.train.ttt import Unroller
@@ -53,21 +54,21 @@ def main() -> None:
     device = engine.init_distributed()
     if stop_after:
         _kill_after(stop_after)
+    dtype = getattr(torch, config.deepspeed.dtype.value)
     state = trainer.fit(
-        Unroller(head, frozen, kind=Loss.ce, chunk_rows=64),
+        Unroller(head, frozen.to(device, dtype), kind=Loss.ce, chunk_rows=64),
         MemorySource(samples[:20], samples[20:]),
         config,
         frozen=frozen,
-        folder=out,
+        stage=Stage(out, "train", {}),
         seed=5,
         device=device,
-        settings={},
     )
     if engine.rank() == 0:
-        newest = checkpoint.latest_checkpoint(out)
-        assert newest is not None
+        newest, saved = checkpoint.latest_checkpoint(out) or (out, None)
         assert newest.name == f"step-{state.step:07d}"
-        save_file(checkpoint.read_head(newest), out / "final.safetensors")
+        assert saved == state
+        save_file(checkpoint.read_head(newest / checkpoint.HEAD), out / "final.safetensors")
     engine.shutdown()
 
 

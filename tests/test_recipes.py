@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from slipstream.recipes.schema import Recipe, known_keys, nearest_key, register
+from slipstream.recipes.schema import Recipe, check_keys, known_keys, nearest_key, register, unknown_key
 from slipstream.scripts.plan import print_plan
 from slipstream.scripts.stages import Run
 from tests.tree import ROOT
@@ -19,6 +19,7 @@ def load(name: str, *overrides: str) -> Recipe:
     register()
     with initialize_config_module("slipstream.recipes", version_base="1.3"):
         composed = compose("pipeline", overrides=[f"recipe={name}", f"name={name}", *overrides])
+    check_keys(composed)
     recipe: Recipe = OmegaConf.to_object(composed)  # type: ignore[assignment]
     recipe.check()
     return recipe
@@ -87,3 +88,65 @@ def test_nearest_key() -> None:
 def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(ValueError, match=r"train.epochs.*eval.num_draft_tokens"):
         load("tiny", "train.epochs=0", "eval.num_draft_tokens=0")
+
+
+BAD_VALUES = {
+    "train.weight_decay": ("-0.1", "nan", "inf"),
+    "train.max_steps": ("-1",),
+    "train.final_lr_share": ("-0.1", "1.1", "nan"),
+    "train.clip_norm": ("0", "nan", "inf"),
+    "train.learning_rate": ("0", "nan", "inf"),
+    "train.fc_learning_rate_share": ("0", "-1", "nan"),
+    "train.betas": ("[0.9]", "[0.9,1.0]", "[-0.1,0.9]", "[0.9,nan]"),
+    "train.validate_tokens": ("0",),
+    "train.unroll.survival": ("0", "nan"),
+    "eval.limit": ("-1",),
+    "eval.temperature": ("-1", "nan", "inf"),
+    "eval.max_new_tokens": ("1",),
+    "drafter.draft_vocab_size": ("-1",),
+    "drafter.intermediate_size": ("-1",),
+    "drafter.num_attention_heads": ("-1",),
+    "drafter.num_key_value_heads": ("-1",),
+    "drafter.head_dim": ("-2", "33"),
+    "run_dir": ("",),
+    "seed": ("-1", "2147483648"),
+}
+
+
+@pytest.mark.parametrize("turn", range(max(map(len, BAD_VALUES.values()))))
+def test_bad_values_are_named(turn: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        load("tiny", *(f"{key}={values[turn % len(values)]}" for key, values in BAD_VALUES.items()))
+    problems = str(caught.value).split("; ")
+    assert len(problems) == len(BAD_VALUES)
+    for key in BAD_VALUES:
+        assert any(
+            line.startswith(key) or (key, line[:5]) == ("eval.temperature", "eval:") for line in problems
+        )
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("+train.epoch=2", "unknown key train.epoch: did you mean train.epochs"),
+        ("+foo=1", "unknown key foo"),
+        ("~seed", "~seed deletes a setting"),
+        ("~train", "~train deletes a setting"),
+    ],
+)
+def test_keys_are_neither_added_nor_deleted(override: str, answer: str) -> None:
+    with pytest.raises(ValueError, match=answer):
+        load("tiny", override)
+
+
+def test_entries_of_the_geometry_may_be_added() -> None:
+    recipe = load("tiny", "+target.geometry.hidden_size=128", "++seed=3")
+    assert (recipe.target.geometry, recipe.seed) == ({"hidden_size": 128}, 3)
+    assert "+target.geometry.ENTRY" in unknown_key("target.geometry")
+
+
+def test_a_partial_geometry_does_not_plan(tiny_target: Path, tmp_path: Path) -> None:
+    own = (f"run_dir={tmp_path}", f"target.name={tiny_target}", "+target.geometry.hidden_size=64")
+    print_plan(Run(load("tiny", *own)))
+    with pytest.raises(ValueError, match=r"target.geometry.hidden_size says 65"):
+        print_plan(Run(load("tiny", *own[:2], "+target.geometry.hidden_size=65")))

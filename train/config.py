@@ -2,8 +2,23 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from slipstream.data.config import Dtype
+
+AT_LEAST_1 = (
+    "epochs",
+    "tokens_per_pack",
+    "packs_per_step",
+    "chunk_rows",
+    "log_every",
+    "validate_every",
+    "validate_tokens",
+    "save_every",
+    "keep_checkpoints",
+)
+ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm")
+SHARES = ("warmup_share", "final_lr_share")
 
 
 class Schedule(Enum):
@@ -111,29 +126,22 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         """Every mistake in these settings, one line each."""
-        found = []
-        positive = (
-            "epochs",
-            "tokens_per_pack",
-            "packs_per_step",
-            "chunk_rows",
-            "log_every",
-            "validate_every",
-        )
-        for key in (*positive, "save_every", "keep_checkpoints"):
-            if getattr(self, key) < 1:
-                found.append(f"train.{key} must be at least 1")
+        found = [f"train.{key} must be at least 1" for key in AT_LEAST_1 if getattr(self, key) < 1]
+        found += [
+            f"train.{key} must be above 0 and finite" for key in ABOVE_0 if not 0 < getattr(self, key) < inf
+        ]
+        found += [f"train.{key} must lie in [0, 1]" for key in SHARES if not 0 <= getattr(self, key) <= 1]
+        if self.max_steps < 0:
+            found.append("train.max_steps must be at least 0 (0 runs all epochs)")
+        if not 0 <= self.weight_decay < inf:
+            found.append("train.weight_decay must be a number >= 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            found.append("train.betas must hold two numbers in [0, 1)")
         if self.unroll.num_steps < 1:
             found.append("train.unroll.num_steps must be at least 1")
         for key in ("step_decay", "survival"):
             if not 0 < getattr(self.unroll, key) <= 1:
                 found.append(f"train.unroll.{key} must lie in (0, 1]")
-        if self.learning_rate <= 0 or self.clip_norm <= 0:
-            found.append("train.learning_rate and train.clip_norm must be above 0")
-        if len(self.betas) != 2:
-            found.append("train.betas must hold two numbers")
-        if not 0 <= self.warmup_share < 1:
-            found.append("train.warmup_share must lie in [0, 1)")
         if self.deepspeed.zero_stage not in (0, 1, 2):
             found.append(f"train.deepspeed.zero_stage={self.deepspeed.zero_stage}: 0, 1 or 2")
         if self.deepspeed.dtype not in (Dtype.float32, Dtype.bfloat16):

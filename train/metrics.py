@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.data.files import write_text
+from slipstream.data.files import reading, write_text
 from slipstream.data.progress import say
 from slipstream.train import engine as distributed
 from slipstream.train.checkpoint import TrainState
@@ -57,12 +57,13 @@ class Reporter:
         """Latest figures for the progress line."""
         self._sums = StepSums(config.unroll.num_steps, device)
         self._waited, self._since = 0.0, time.monotonic()
-        self._stream, self._wandb = None, None
+        self._folder, self._stream, self._wandb = folder, None, None
         if distributed.rank() != 0:
             return
         path = folder / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        with reading(path, way_out="delete it"):
+            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
         write_text(path, "".join(line + "\n" for line in kept))
         self._stream = path.open("a", encoding="utf-8", buffering=1)
         if config.wandb.mode is not WandbMode.disabled:
@@ -88,8 +89,8 @@ class Reporter:
         figures = rates(distributed.sum_over_ranks(self._sums.take()), "train")
         if not all(map(math.isfinite, figures["train/loss"])):
             raise ValueError(
-                f"the loss is not finite at step {state.step}: lower train.learning_rate; "
-                "a new start resumes from the last checkpoint"
+                f"the loss is not finite at step {state.step}: lower train.learning_rate and delete "
+                f"{self._folder}, or set run_dir to another folder"
             )
         now = time.monotonic()
         waiting = round(self._waited / max(now - self._since, 1e-9), 4)

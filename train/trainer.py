@@ -1,11 +1,11 @@
 """The training loop, top to bottom in `fit`."""
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from torch import Tensor
 from slipstream.data.batches import CachedFeeder, align, pack, plan_epoch
 from slipstream.data.cache import HiddenStateSource, RowInfo
 from slipstream.data.config import Dtype
+from slipstream.data.files import Stage
 from slipstream.data.progress import Meter, say
 from slipstream.train import engine as distributed
-from slipstream.train.checkpoint import TrainState, latest_checkpoint, read_state, save_checkpoint
+from slipstream.train.checkpoint import TrainState, check_space, latest_checkpoint, save_checkpoint
 from slipstream.train.config import TrainConfig
 from slipstream.train.engine import Engine
 from slipstream.train.metrics import Reporter, StepSums
@@ -41,16 +42,39 @@ def plan_steps(rows: Sequence[RowInfo], config: TrainConfig, seed: int) -> list[
     return steps[: config.max_steps or None]
 
 
+def without_empty_packs(config: TrainConfig, steps: Sequence[PlannedStep]) -> TrainConfig:
+    """The settings, with no more packs in a step than the largest step has, or the ranks need."""
+    num_ranks, largest = distributed.world_size(), max(len(packs) for _, packs in steps)
+    num_packs = math.ceil(largest / num_ranks) * num_ranks
+    if config.packs_per_step <= num_packs:
+        return config
+    say(
+        f"warning: train.packs_per_step={config.packs_per_step} is more than the {largest} packs of an "
+        f"epoch: every step takes a whole epoch"
+    )
+    return replace(config, packs_per_step=num_packs)
+
+
+def check_ranks(folder: Path, config: TrainConfig, state: TrainState) -> None:
+    """Raises ValueError where the optimizer's state is shared by another number of ranks."""
+    is_shared = config.deepspeed.zero_stage > 0 and state.step > 0
+    if is_shared and state.num_ranks != distributed.world_size():
+        raise ValueError(
+            f"{folder} was trained on {state.num_ranks} ranks, {distributed.world_size()} now, and "
+            f"train.deepspeed.zero_stage={config.deepspeed.zero_stage} shares the optimizer's state among "
+            f"them: start with torchrun --nproc_per_node={state.num_ranks}, or delete {folder} to train again"
+        )
+
+
 def fit(
     unroller: Unroller,
     source: HiddenStateSource,
     config: TrainConfig,
     *,
     frozen: FrozenTarget,
-    folder: Path,
+    stage: Stage,
     seed: int,
     device: torch.device,
-    settings: dict[str, Any],
 ) -> TrainState:
     """Trains until the planned steps are done, resuming from the newest complete checkpoint.
 
@@ -59,24 +83,28 @@ def fit(
         source: cached documents.
         config: the recipe's section.
         frozen: the target's tensors (on the CPU; only its vocabulary map is read here).
-        folder: of checkpoints and logs.
+        stage: begun here, once everything is built; its folder takes checkpoints and logs.
         seed: of order and survival draws.
         device: of this rank.
-        settings: identity of the run, kept in its checkpoints.
 
     Returns:
         The final state; its checkpoint is on disk.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = stage.folder
     steps = plan_steps(source.rows("train"), config, seed)
     if not steps:
         raise ValueError("the hidden-state cache holds no training document: add prompts")
+    config = without_empty_packs(config, steps)
+    check_space(folder, sum(p.numel() for p in unroller.parameters()), config.keep_checkpoints)
+    checkpoint, state = latest_checkpoint(folder) or (None, TrainState())
+    check_ranks(folder, config, state)
     engine = Engine(unroller, config, device)
-    state = TrainState()
-    if (newest := latest_checkpoint(folder)) is not None:
-        state = read_state(newest)
-        engine.load(folder, newest.name)
+    if checkpoint is not None:
+        engine.load(folder, checkpoint.name)
         say(f"train        resumes after step {state.step} of {len(steps)}")
+    state.num_ranks = distributed.world_size()
+    if distributed.rank() == 0:
+        stage.begin()
     dtype = torch.bfloat16 if config.deepspeed.dtype is Dtype.bfloat16 else torch.float32
     reporter = Reporter(folder, config, device=device, step=state.step)
     feeder = CachedFeeder(
@@ -122,7 +150,7 @@ def fit(
                     state, validate(engine, source, config, frozen=frozen, device=device, seed=seed)
                 )
             if state.step % config.save_every == 0 or is_last:
-                save_checkpoint(folder, engine, unroller.head, state, settings, config.keep_checkpoints)
+                save_checkpoint(folder, engine, unroller.head, state, config.keep_checkpoints)
     feeder.close()
     reporter.close()
     return state

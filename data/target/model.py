@@ -5,6 +5,8 @@ Q new token, T token, H head size.
 """
 
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +97,21 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> PreTr
 
     On a CPU its linear layers have no `weight` any more (see `PackedLinear`); what training needs
     of the target comes from `slipstream.data.target.weights`.
+
+    Raises:
+        ValueError: weights and config.json do not belong together.
     """
     set_threads()
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=dtype,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused here, in one line
+    )
+    model: PreTrainedModel = loaded[0]
+    _refuse_random_weights(path, model.config, loaded[1])
     # A model that transformers would not run with sdpa (attention sinks) keeps its own attention.
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
@@ -106,6 +119,29 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> PreTr
     module.to(device).eval().requires_grad_(False)
     pack_linears(module)
     return model
+
+
+def _refuse_random_weights(path: Path, config: Any, found: Mapping[str, Any]) -> None:
+    """Raises ValueError where transformers filled in random weights or left out layers."""
+    text_config = config.get_text_config(decoder=True)
+    # Layers that predict further tokens are not built, and rightly so.
+    num_layers = text_config.num_hidden_layers + (text_config.to_dict().get("num_nextn_predict_layers") or 0)
+    layers = [re.match(r"model\.layers\.(\d+)\.", name) for name in found["unexpected_keys"]]
+    faults = {
+        "missing": sorted(found["missing_keys"]),
+        "of another size": sorted(
+            f"{name} ({list(size)}, by config.json {list(wanted)})"
+            for name, size, wanted in found["mismatched_keys"]
+        ),
+        "beyond num_hidden_layers": sorted(m.string for m in layers if m and int(m[1]) >= num_layers),
+    }
+    for fault, names in faults.items():
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"{path}: weights and config.json do not belong together, {fault}: "
+                f"{', '.join(names[:3])}{more}: correct config.json, or fetch the target again"
+            )
 
 
 def set_threads() -> None:

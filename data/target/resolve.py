@@ -11,14 +11,22 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import model_info, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from slipstream.data.config import Dtype, TargetConfig
+from slipstream.data.files import file_hash, reading
+from slipstream.data.hub import hub_answers
 from slipstream.data.progress import say
+from slipstream.data.target import toy
 from slipstream.data.target.gguf_import import convert_package
 from slipstream.data.target.model import load_model
-from slipstream.data.target.toy import save_toy
 
 TOY, TOY_STEPS = "toy", 280
 """Name of the model that is made on the spot, and its training: about 15 s."""
@@ -26,8 +34,8 @@ TOY, TOY_STEPS = "toy", 280
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Configuration, tokenizer and chat template."""
 
-HUB_TIMEOUT = 5.0
-"""Seconds to wait for the hub before it counts as unreachable."""
+MEND_TARGET = "fetch the target again"
+"""The way out of a damaged file."""
 
 NUM_SAMPLED_BLOCKS, BLOCK_BYTES = 32, 1 << 16
 """How much of a weight file enters the fingerprint, beside its header and size."""
@@ -72,11 +80,12 @@ def resolve_target(config: TargetConfig) -> Target:
     Raises:
         ValueError: not found; the message names `target.name` and the way out.
     """
+    device = _device(config)
     path = _find(config)
     try:
         model_config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"target.name={config.name}: {path} holds no readable model config ({reason})"
         ) from None
@@ -91,8 +100,6 @@ def resolve_target(config: TargetConfig) -> Target:
     ]
     if wrong:
         raise ValueError(f"target.name={config.name}: {'; '.join(wrong)}: correct the recipe or the name")
-    auto = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    device = torch.device(auto if config.device == "auto" else config.device)
     dtype = torch.float32 if device.type == "cpu" else text_config.dtype or torch.bfloat16
     return Target(
         name=config.name,
@@ -104,9 +111,22 @@ def resolve_target(config: TargetConfig) -> Target:
     )
 
 
+def _device(config: TargetConfig) -> torch.device:
+    auto = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    device = torch.device(auto if config.device == "auto" else config.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"target.device={config.device}: torch sees {torch.cuda.device_count()} CUDA devices here: "
+            f"set it to auto or cpu"
+        )
+    return device
+
+
 def _find(config: TargetConfig) -> Path:
     if config.name == TOY:
-        return _made_once(TOY, lambda folder: save_toy(folder, seed=0, steps=TOY_STEPS))
+        made_by = file_hash(Path(toy.__file__))[:8]  # grammar, model and training are all in there
+        name = f"{TOY}-{TOY_STEPS}-{made_by}"
+        return _made_once(name, lambda folder: toy.save_toy(folder, seed=0, steps=TOY_STEPS))
     folder = Path(config.name).expanduser()
     if folder.is_dir():
         return folder
@@ -118,7 +138,7 @@ def _find(config: TargetConfig) -> Path:
             revision=config.revision,
             allow_patterns=[*TEXT_FILES, "*.safetensors"],
             ignore_patterns=["*/*"],
-            local_files_only=not _hub_answers(config),
+            local_files_only=not hub_answers(model_info, config.name, revision=config.revision),
         )
         return Path(found)
     except LocalEntryNotFoundError:
@@ -138,17 +158,6 @@ def _find(config: TargetConfig) -> Path:
         ) from None
 
 
-def _hub_answers(config: TargetConfig) -> bool:
-    """Whether the hub can be reached; asked once, as a download would wait and try for minutes."""
-    try:
-        model_info(config.name, revision=config.revision, timeout=HUB_TIMEOUT)
-    except (HfHubHTTPError, HFValidationError):
-        raise
-    except Exception:  # the classes of network errors belong to the hub client's HTTP library
-        return False
-    return True
-
-
 def _made_once(name: str, make: Callable[[Path], object]) -> Path:
     """A folder under SLIPSTREAM_CACHE, else ~/.cache/slipstream, that `make` fills on first use."""
     cache = Path(os.environ.get("SLIPSTREAM_CACHE", "~/.cache/slipstream")).expanduser() / "targets"
@@ -165,12 +174,17 @@ def _made_once(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def _fingerprint(path: Path) -> str:
-    """Hash of the small files whole, and of header, size and spread blocks of the weight files."""
+    """Hash of the small files whole, and of header, size and spread blocks of the weight files.
+
+    Raises:
+        ValueError: a weight file is cut or is none.
+    """
     digest = hashlib.sha256()
     for file in sorted(found for pattern in TEXT_FILES for found in path.glob(pattern)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     for file in sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
+        with reading(file, way_out=MEND_TARGET), safe_open(file, framework="pt"):
+            size = file.stat().st_size  # opened, because that checks the header against the size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")

@@ -9,8 +9,8 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from slipstream.data.files import read_json
-from slipstream.data.target.resolve import Target
+from slipstream.data.files import read_json, reading
+from slipstream.data.target.resolve import MEND_TARGET, Target
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -39,7 +39,7 @@ def read_target_head(target: Target) -> TargetHeadWeights:
     """Reads the three tensors; only the files that hold them are opened.
 
     Raises:
-        ValueError: one of them is not there; lists what was looked for.
+        ValueError: one of them is not there, which lists what was looked for, or a file is damaged.
     """
     embedding_VD = _read(target.path, "embed_tokens.weight")
     norm_D = _read(target.path, "norm.weight")
@@ -57,15 +57,19 @@ def _read(folder: Path, suffix: str) -> Tensor:
     """The tensor called `suffix` behind one of the prefixes."""
     names = [prefix + suffix for prefix in PREFIXES]
     if (folder / INDEX).exists():
-        files: dict[str, str] = read_json(folder / INDEX)["weight_map"]
+        index = read_json(folder / INDEX)
+        with reading(folder / INDEX, way_out=MEND_TARGET):
+            files: dict[str, str] = dict(index["weight_map"])
     elif (folder / SINGLE).exists():
-        with safe_open(folder / SINGLE, framework="pt") as tensors:
+        path = folder / SINGLE
+        with reading(path, way_out=MEND_TARGET), safe_open(path, framework="pt") as tensors:
             files = dict.fromkeys(tensors.keys(), SINGLE)
     else:
         raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}")
     name = next((name for name in names if name in files), None)
     if name is None:
         raise ValueError(f"{folder} holds none of the tensors {', '.join(names)}")
-    with safe_open(folder / files[name], framework="pt") as tensors:
+    path = folder / files[name]
+    with reading(path, way_out=MEND_TARGET), safe_open(path, framework="pt") as tensors:
         tensor: Tensor = tensors.get_tensor(name)
     return tensor

@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.data.files import MANIFEST, read_json, write_json
+from slipstream.scripts.stages import Run
 from tests.e2e.commands import hashes, run, start
+from tests.test_recipes import load
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +134,9 @@ def test_random_weights_accept_nothing(finished: tuple[Path, str], cache: Path, 
         name: 0.02 * torch.randn(tensor.shape, generator=generator) if tensor.dim() > 1 else tensor
         for name, tensor in load_file(weights).items()
     }
-    save_file(tensors, weights)
+    num_bytes = weights.stat().st_size
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert weights.stat().st_size == num_bytes, "else the export counts as damaged"
     done = run(["scripts/evaluate.py", "recipe=tiny", f"run_dir={folder}"], cache)
     assert done.returncode == 0, done.stderr
     (report,) = folder.glob("evaluation/*/acceptance.json")
@@ -199,6 +204,8 @@ BAD = {
     "W above V": (["drafter.draft_vocab_size=100000"], "drafter.draft_vocab_size"),
     "other target settings": (["data.regenerate.max_new_tokens=5"], "max_new_tokens"),
     "other cache settings": (["data.capture.dtype=bfloat16"], "dtype"),
+    "added key": (["+train.epoch=2"], "did you mean train.epochs"),
+    "no evaluation prompts": (["eval.prompts=[gone.jsonl]"], "eval.prompts"),
     "other training settings": (["train.learning_rate=1"], "train"),
     "cache too large": (["data.capture.max_gigabytes=0.00001", "data.capture.dtype=bfloat16"], "dtype"),
 }
@@ -208,11 +215,62 @@ BAD = {
 def test_bad_input(finished: tuple[Path, str], cache: Path, name: str) -> None:
     """One line that names the key, exit code 2, and every stage as it was."""
     overrides, named = BAD[name]
-    before = hashes(finished[0], SAME)
+    files = (*SAME, "recipe.yaml", "seconds.json")
+    before = hashes(finished[0], files)
     done = run([*pipeline(finished[0]), *overrides], cache)
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if not line.startswith("-- ")]
     assert len(errors) == 1, done.stderr
     assert errors[0].startswith("error: ")
     assert named in errors[0]
-    assert hashes(finished[0], SAME) == before
+    assert hashes(finished[0], files) == before
+
+
+@pytest.mark.parametrize(
+    ("stage", "override", "named"),
+    [
+        ("tokens", "seed=5", "seed: 0 there, 5 now"),
+        ("vocab_map", "data.tokenize.max_length=64", "max_length: 128 there, 64 now"),
+        ("export", "data.regenerate.max_new_tokens=5", "max_new_tokens: 48 there, 5 now"),
+        ("export", "train.unroll.survival=0.5", "survival: 1.0 there, 0.5 now"),
+        ("evaluation", "drafter.fc_norm=true", "fc_norm: False there, True now"),
+        ("evaluation", "train.learning_rate=1", "learning_rate: 0.002 there, 1.0 now"),
+    ],
+)
+def test_a_single_stage_refuses_what_other_settings_made(
+    finished: tuple[Path, str],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    override: str,
+    named: str,
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(cache))
+    with pytest.raises(ValueError, match=named):
+        Run(load("tiny", f"run_dir={finished[0]}", override)).run(stage)
+
+
+def test_an_export_by_itself_knows_its_target(
+    finished: tuple[Path, str], tiny_target: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished[0] / "export", tmp_path / "export")
+    recipe = load("tiny", f"run_dir={tmp_path}", f"target.name={tiny_target}")
+    with pytest.raises(ValueError, match="name the target the head was trained for"):
+        Run(recipe).run("evaluation")
+
+
+def test_train_settings_are_fixed_by_a_checkpoint(
+    finished: tuple[Path, str], cache: Path, tmp_path: Path
+) -> None:
+    """A folder that was only begun takes other settings; one with a checkpoint refuses them."""
+    for stage in ("prompts", "regenerated", "tokens", "vocab_map", "hidden_states"):
+        shutil.copytree(finished[0] / stage, tmp_path / stage)
+    manifest = tmp_path / "train" / MANIFEST
+    write_json(manifest, {"stage": "train", "settings": {"seed": 9}, "files": None})
+    words = ["train.py", "recipe=tiny", f"run_dir={tmp_path}", "train.max_steps=1"]
+    done = run(words, cache)
+    assert done.returncode == 0, done.stderr
+    write_json(manifest, read_json(manifest) | {"files": None})
+    done = run([*words, "train.learning_rate=1"], cache)
+    assert done.returncode == 2, done.stderr
+    assert "learning_rate: 0.002 there, 1.0 now" in done.stderr

@@ -53,16 +53,24 @@ def test_rows_read_back_as_written(folder: Path) -> None:
             torch.testing.assert_close(getattr(loaded, name), getattr(sample, name), rtol=0, atol=0)
 
 
-def test_writer_knows_whole_shards_and_removes_leftovers(folder: Path) -> None:
-    leftover = folder / ".shard-00002.safetensors.1.tmp"
-    leftover.touch()
+def test_writer_knows_whole_shards(folder: Path) -> None:
     damaged = folder / shard_name(1)
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
     writer = CacheWriter(folder)
-    assert not leftover.exists()
     assert [writer.has(number) for number in range(3)] == [True, False, False]
+    (folder / "shard-00001.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"shard-00001\.json cannot be read .*: delete it"):
+        writer.has(1)
+
+
+def test_a_damaged_shard_is_named(folder: Path) -> None:
+    cache, path = HiddenStateCache(folder), folder / shard_name(1)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(ValueError, match=f"{path} cannot be read .*: delete it and run the hidden_states st"):
+        cache.load("a")
+    assert cache.load("b").id == "b"
 
 
 def test_missing_and_cut_shards_are_named(folder: Path) -> None:
@@ -79,6 +87,9 @@ def test_no_index_and_other_format_are_named(folder: Path) -> None:
     index = read_json(folder / INDEX)
     write_json(folder / INDEX, {**index, "format": "other"})
     with pytest.raises(ValueError, match=r"index.json has format 'other'"):
+        HiddenStateCache(folder)
+    write_json(folder / INDEX, {**index, "rows": [{}]})
+    with pytest.raises(ValueError, match=f"index.json cannot be read .*: delete {folder} to make it again"):
         HiddenStateCache(folder)
     (folder / INDEX).unlink()
     with pytest.raises(ValueError, match=r"index.json does not exist"):

@@ -9,7 +9,13 @@ import pytest
 
 from slipstream.data import conversations
 from slipstream.data.config import PromptsConfig
-from slipstream.data.conversations import Dropped, read_conversations, read_source
+from slipstream.data.conversations import (
+    Dropped,
+    load_prompts,
+    read_answers,
+    read_conversations,
+    read_source,
+)
 from slipstream.data.files import file_hash, read_json
 from slipstream.data.types import Conversation, Message
 
@@ -47,6 +53,7 @@ def roles(conversation: Conversation | Dropped) -> list[str]:
         ([ASSISTANT], "no user turn"),
         ([USER, {"role": "narrator", "content": "x"}], "unknown role"),
         ([USER, {"content": "x"}], "unknown role"),
+        ([USER, {"role": ["assistant"], "content": "x"}], "unknown role"),
         ([USER, {"role": "assistant", "content": None}], "null content"),
         ([USER, {"role": "assistant", "content": " \n"}], "empty content"),
         ([USER, {"role": "assistant", "content": 3}], "content is not text"),
@@ -62,6 +69,37 @@ def roles(conversation: Conversation | Dropped) -> list[str]:
 )
 def test_bad_rows_are_dropped_with_a_reason(tmp_path: Path, messages: Any, reason: str) -> None:
     assert read_one(tmp_path, messages) == Dropped(where=f"{tmp_path}/one.jsonl:1", reason=reason)
+
+
+def test_odd_files(tmp_path: Path) -> None:
+    row = json.dumps({"messages": [USER, ASSISTANT]})
+    deep = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + f"{row}\n{deep}\n\xff\n".encode("latin-1") + row.encode())
+    rows = list(read_source(str(file)))
+    assert [isinstance(found, Conversation) for found in rows] == [True, False, False, True]
+    assert rows[1] == Dropped(where=f"{file}:2", reason="not a JSON object")
+    surrogate = write_jsonl(tmp_path / "s.jsonl", [{"messages": [USER, ASSISTANT], "category": "\ud83d"}])
+    assert list(read_source(surrogate)) == [Dropped(where=f"{surrogate}:1", reason="broken unicode")]
+    odd = write_jsonl(tmp_path / "odd.jsonl", [{"messages": [USER, ASSISTANT], "category": {"a": 1}}])
+    assert next(read_source(odd)).category == ""  # type: ignore[union-attr]
+    whole = tmp_path / "whole.json"
+    for content in (json.dumps(json.loads(row), indent=1), f"\ufeff[{row}]", f"{row}\n", f"\n[\n{row}\n]"):
+        whole.write_text(content)
+        [found] = read_source(str(whole))
+        assert roles(found) == ["user", "assistant"]
+    whole.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"whole\.json is not valid JSON"):
+        list(read_source(str(whole)))
+
+
+def test_a_name_that_is_no_file_is_not_searched_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ValueError, match="eval.prompts: nofile is neither a file nor a data set with split"):
+        load_prompts(PromptsConfig(paths=["nofile"]), key="eval.prompts")
+    assert datasets.config.HF_HUB_OFFLINE, "datasets would have tried again and again"
 
 
 def test_a_chat_ends_with_its_last_answer(tmp_path: Path) -> None:
@@ -160,6 +198,9 @@ def test_stage_refuses_bad_sources_and_leaves_nothing(tmp_path: Path) -> None:
     for path, message in cases.items():
         with pytest.raises(ValueError, match=message):
             conversations.run(PromptsConfig(paths=[path]), tmp_path / "prompts")
+        with pytest.raises(ValueError, match=message) as refused:
+            load_prompts(PromptsConfig(paths=[path]), key="eval.prompts")
+        assert "data.prompts" not in str(refused.value)
         assert not (tmp_path / "prompts").exists()
 
 
@@ -173,3 +214,37 @@ def test_stage_is_not_repeated_and_notices_a_changed_source(tmp_path: Path) -> N
     write_jsonl(tmp_path / "a.jsonl", prompt_rows(4))
     with pytest.raises(ValueError, match="source_hashes"):
         conversations.run(config, tmp_path / "prompts")
+
+
+PROMPT = {"id": "p", "category": "", "messages": [USER]}
+TURN = {"text": "Hello.\n", "token_ids": [5, 6], "finish_reason": "stop"}
+ANSWER = {"id": "p-0", "prompt_id": "p", "category": "", "messages": [USER, ASSISTANT], "turns": [TURN]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"id": 3},
+        {"category": "\ud83d"},
+        {"messages": 3},
+        {"messages": {}},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": "\ud83d"}]},
+        {"turns": [{**TURN, "token_ids": ["5"]}]},
+        {"turns": [{**TURN, "token_ids": None}]},
+        {"turns": [TURN, TURN]},
+        {"turns": [{}]},
+    ],
+)
+def test_a_damaged_line_of_a_stage_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    for row, reader in ((PROMPT, read_conversations), (ANSWER, read_answers)):
+        path = Path(write_jsonl(tmp_path / "rows.jsonl", [row, {**row, **changes}]))
+        if "turns" in changes and row is PROMPT:
+            continue
+        with pytest.raises(
+            ValueError, match=f"^{path}:2 cannot be read .*: delete {tmp_path} to make it again"
+        ):
+            reader(path)
+        write_jsonl(path, [row])
+        assert len(reader(path)) == 1

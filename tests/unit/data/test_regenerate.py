@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from tests.tiny import make_tiny_target
 
 GREEDY, HOT = SampleConfig(), SampleConfig(temperature=1.0, top_p=0.9)
 MAX_NEW = 12
-CONFIG = RegenerateConfig(samples=[GREEDY, HOT], max_new_tokens=MAX_NEW, batch_size=4, max_prompt_tokens=100)
+CONFIG = RegenerateConfig(
+    samples=[GREEDY, HOT], max_new_tokens=MAX_NEW, batch_size=4, workers=1, max_prompt_tokens=100
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +121,11 @@ def test_complete_stage_loads_nothing(
 
 
 def test_two_processes_refuse_each_other(target: Target, prompts_folder: Path, tmp_path: Path) -> None:
-    with (tmp_path / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="being written by another process"):
-            regenerate.run(CONFIG, target, prompts_folder, tmp_path, seed=1)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match="being written by another process"):
+        regenerate.run(CONFIG, target, prompts_folder, tmp_path, seed=1)
+    os.close(folder)
 
 
 def test_no_prompt_fits(target: Target, prompts_folder: Path, tmp_path: Path) -> None:

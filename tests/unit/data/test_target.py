@@ -87,12 +87,65 @@ def test_folder_without_model(tmp_path: Path, copy: Path) -> None:
         resolve_target(TargetConfig(name=str(copy)))
 
 
+def test_bad_settings_are_named(copy: Path) -> None:
+    with pytest.raises(ValueError, match=r"target\.device=cuda:1: torch sees 0 CUDA devices"):
+        resolve_target(TargetConfig(name="toy", device="cuda:1"))
+    edit_json(copy / "config.json", hidden_size="many")
+    with pytest.raises(ValueError, match=r"target\.name=.*no readable model config \(.*hidden_size"):
+        resolve_target(TargetConfig(name=str(copy)))
+
+
+@pytest.mark.parametrize("damage", ["cut", "0xff", "pointer"])
+def test_a_damaged_weight_file_is_named(copy: Path, damage: str) -> None:
+    target, file = resolve_target(TargetConfig(name=str(copy), device="cpu")), copy / "model.safetensors"
+    content = file.read_bytes()
+    damaged = {"cut": content[:-9], "0xff": b"\xff" * 8 + content[8:], "pointer": b"version https://lfs"}
+    file.write_bytes(damaged[damage])
+    with pytest.raises(ValueError, match=f"^{file} cannot be read .*: fetch the target again"):
+        resolve_target(TargetConfig(name=str(copy)))
+    with pytest.raises(ValueError, match=f"^{file} cannot be read .*: fetch the target again"):
+        read_target_head(target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 9}, r"missing: model\.layers\.8\.input_layernorm\.weight, .* and 6 more"),
+        ({"num_hidden_layers": 7}, r"beyond num_hidden_layers: model\.layers\.7\."),
+        ({"hidden_size": 128}, r"another size: model\.embed_tokens\.weight \(\[300, 64\], by config\.json"),
+        ({"vocab_size": 400}, r"another size: model\.embed_tokens\.weight"),
+        ({"tie_word_embeddings": False}, r"missing: lm_head\.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_config_are_refused(
+    copy: Path, changes: dict[str, Any], message: str
+) -> None:
+    edit_json(copy / "config.json", **changes)
+    with pytest.raises(ValueError, match=f"^{copy}: weights and config.json .*{message}"):
+        load_model(copy, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_toy_target_is_made_anew_when_its_recipe_changed(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    monkeypatch.setattr(resolve.toy, "save_toy", lambda made, **options: shutil.copytree(folder, made))
+    paths = [resolve_target(TargetConfig(name="toy", device="cpu")).path for _ in range(2)]
+    changed = tmp_path / "toy.py"
+    changed.write_text("another grammar")
+    monkeypatch.setattr(resolve.toy, "__file__", str(changed))
+    paths.append(resolve_target(TargetConfig(name="toy", device="cpu")).path)
+    monkeypatch.setattr(resolve, "TOY_STEPS", 3)
+    paths.append(resolve_target(TargetConfig(name="toy", device="cpu")).path)
+    assert paths[0] == paths[1] and len(set(paths)) == 3
+
+
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def unreachable(*args: Any, **kwargs: Any) -> str:
         raise LocalEntryNotFoundError("no network")
 
-    monkeypatch.setattr(resolve, "_hub_answers", lambda config: False)
+    monkeypatch.setattr(resolve, "hub_answers", lambda *args, **options: False)
     monkeypatch.setattr(resolve, "snapshot_download", unreachable)
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
 

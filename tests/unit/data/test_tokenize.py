@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -19,8 +20,15 @@ from slipstream.data import tokenize
 from slipstream.data.config import Overlong, TokenizeConfig
 from slipstream.data.files import Stage, file_hash, read_json
 from slipstream.data.target.resolve import Target
-from slipstream.data.template import ChatTemplate, RefusedError, stop_token_ids
-from slipstream.data.tokenize import check_masks, fit_length, read_samples, validation_prompts
+from slipstream.data.template import ChatTemplate, RefusedError, render_prompt, stop_token_ids
+from slipstream.data.tokenize import (
+    TOKENS_FILE,
+    check_masks,
+    fit_length,
+    read_samples,
+    validation_prompts,
+    write_rows,
+)
 from slipstream.data.types import GeneratedConversation, GeneratedTurn, Message, TokenizedSample
 from slipstream.scripts.show_mask import show
 
@@ -46,6 +54,11 @@ INSERTS_THINKING = PLAIN.replace(
 TRIMS = PLAIN.replace("m.content", "m.content | trim")
 REWRITES = PLAIN.replace("m.content", "m.content | upper")
 REFUSES = "{{ raise_exception('no') }}"
+BROKEN = {
+    "{% for m in messages %}": "TemplateSyntaxError: Unexpected end of template",
+    "{{ missing.content }}": "UndefinedError: 'missing' is undefined",
+    "{{ messages[0].content + 1 }}": "TypeError: can only concatenate str",
+}
 
 QUESTION_A, THINKING_B, QUESTION_C, THINKING_D = (
     "A?",
@@ -170,7 +183,7 @@ def test_trimmed_and_rewritten_answers() -> None:
     assert views(TRIMS, chat("A?", " b ", recorded=True))[0][1] == [" b <|e|>"]
     with pytest.raises(RefusedError, match="template_rewrites_answer"):
         views(REWRITES, chat("A?", "b", recorded=False))
-    with pytest.raises(RefusedError, match="template_refused"):
+    with pytest.raises(RefusedError, match="template_refused: no"):
         views(REFUSES, chat("A?", "b", recorded=True))
 
 
@@ -295,6 +308,30 @@ def test_stage_stops_at_the_gate_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"coverage=0\.000 after the length rules .*'prompt_too_long': 6"):
         tokenize.run(TokenizeConfig(max_length=8), target, answers, tmp_path / "tokens", 0.0)
     assert not (tmp_path / "tokens").exists()
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    target, folder = make_target(tmp_path / "target"), tmp_path / "tokens"
+    answers = write_answers(tmp_path / "regenerated", [])
+    with pytest.raises(ValueError, match=rf"answers\.jsonl holds no answer: delete {answers} to make it"):
+        tokenize.run(TokenizeConfig(), target, answers, folder, 0.0)
+    file = folder / TOKENS_FILE
+    write_rows(file, [])
+    assert read_samples(folder) == []
+    for content in (file.read_bytes()[:-20], b"", None):
+        file.unlink() if content is None else file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{file} cannot be read .*: delete {folder} to make it again"):
+            read_samples(folder)
+    pq.write_table(pa.table({"id": [1]}), file)
+    with pytest.raises(ValueError, match=f"^{file} cannot be read .*columns are .*: delete {folder} to make"):
+        read_samples(folder)
+
+
+@pytest.mark.parametrize("template", BROKEN)
+def test_a_broken_template_is_named(tmp_path: Path, template: str) -> None:
+    tokenizer = make_target(tmp_path, template).tokenizer()
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/chat_template\.jinja: .*{BROKEN[template]}"):
+        render_prompt(tokenizer, [Message(role="user", content="x")])
 
 
 def test_stop_tokens_come_from_every_declaration(tmp_path: Path) -> None:

@@ -162,3 +162,11 @@ def test_missing_key_and_file_are_named(tmp_path: Path) -> None:
     (folder / CONFIG).unlink()
     with pytest.raises(ValueError, match=CONFIG):
         load_head(folder)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_unreadable_files_are_named(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, make_geometry())
+    (folder / name).write_bytes((folder / name).read_bytes()[:50])
+    with pytest.raises(ValueError, match=f"{folder / name} is damaged .*: delete {folder} and export again"):
+        load_head(folder)

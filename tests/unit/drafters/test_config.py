@@ -45,3 +45,5 @@ def test_refusals_name_the_key() -> None:
     with pytest.raises(ValueError, match="num_key_value_heads=3"):
         resolve_geometry(DrafterConfig(num_key_value_heads=3), TARGET)
     assert any("exclude" in p for p in DrafterConfig(fc_norm=True, norm_before_fc=True).problems())
+    with pytest.raises(ValueError, match="config.json has no rms_norm_eps, vocab_size"):
+        resolve_geometry(DrafterConfig(), {k: v for k, v in TARGET.items() if k[0] not in "rv"})

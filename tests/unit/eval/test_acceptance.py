@@ -163,3 +163,12 @@ def test_refusals(target: Target, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="vocab_size is .* evaluate with the target"):
         measure(target, other, CONFIG_16, CHATS, tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_chats_that_do_not_fit_are_told_before_the_work(target: Target, tmp_path: Path) -> None:
+    bundle, room = export(target, tmp_path / "export"), target.config.max_position_embeddings
+    long = dataclasses.replace(CONFIG_16, max_new_tokens=room // 2)
+    acceptance.check_room(target, CHATS[:1], long.max_new_tokens)
+    with pytest.raises(ValueError, match=f"p2 with 2 answers of eval.max_new_tokens={room // 2}"):
+        measure(target, bundle, long, CHATS, tmp_path / "evaluation")
+    assert not (tmp_path / "evaluation").exists()
