@@ -1,10 +1,8 @@
 """One progress line for long work: share done, rate, time left. Rank 0 only."""
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -96,13 +94,3 @@ class Meter:
             f"{self.title:<12} {share:3.0f} %  {done:,.0f}/{self.total:,.0f} {self.unit}  "
             f"{self.rate:,.1f} {self.unit}/s  ETA {left}  {self._note}".rstrip()
         )
-
-
-@contextlib.contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Adds the wall-clock seconds of the block to `seconds[name]`."""
-    start = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[name] = seconds.get(name, 0.0) + time.monotonic() - start
