@@ -18,6 +18,22 @@ class Init(Enum):
     """As target, with fc and attention from least squares (`slipstream.train.warm_start`)."""
 
 
+class Engine(Enum):
+    """A serving engine."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+
+
+class Form(Enum):
+    """How config.json is laid out; the tensors are the same."""
+
+    eagle3 = "eagle3"
+    """Plain; vLLM and SGLang read it."""
+    speculators = "speculators"
+    """Names its target, so `vllm serve FOLDER` is enough; vLLM alone reads it."""
+
+
 @dataclass
 class DrafterConfig:
     """The draft head of a recipe; 0 and empty mean: as the target."""
@@ -29,10 +45,13 @@ class DrafterConfig:
     draft_vocab_size: int = 0
     """W; 0 keeps the target's whole vocabulary."""
     num_layers: int = 1
+    """The first layer reads embedding and state side by side, further ones the state alone."""
     intermediate_size: int = 0
     num_attention_heads: int = 0
     num_key_value_heads: int = 0
     head_dim: int = 0
+    qk_norm: bool = False
+    """Qwen3 style: RMSNorm of every query and key head before the rotary embedding."""
     norm_before_residual: bool = False
     """The residual of the first layer is the normed fused state."""
     norm_before_fc: bool = False
@@ -48,8 +67,8 @@ class DrafterConfig:
         found = []
         if self.kind != "eagle3":
             found.append(f"drafter.kind={self.kind}: known is eagle3")
-        if self.num_layers != 1:
-            found.append("drafter.num_layers must be 1")
+        if self.num_layers < 1:
+            found.append("drafter.num_layers must be at least 1")
         if self.aux_layers != sorted(set(self.aux_layers)) or min(self.aux_layers, default=1) < 1:
             found.append(f"drafter.aux_layers={self.aux_layers} must be strictly increasing and >= 1")
         if self.norm_before_fc and self.fc_norm:
@@ -78,6 +97,7 @@ class DraftGeometry:
     max_position_embeddings: int
     rope_parameters: Mapping[str, Any]
     """In the transformers 5 form: rope_type, rope_theta and what the type needs."""
+    qk_norm: bool
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -108,6 +128,26 @@ def resolve_aux_layers(aux_layers: list[int], num_layers: int) -> tuple[int, ...
             f"0..{num_layers} of a {num_layers}-layer target{hint}: set drafter.aux_layers=[a,b,c]"
         )
     return tuple(chosen)
+
+
+def sglang_refusals(drafter: "DrafterConfig | DraftGeometry", num_target_layers: int | None) -> list[str]:
+    """What SGLang cannot express of a head: one line for each, empty when it serves it.
+
+    Without `num_target_layers` only what does not depend on the target is looked at.
+    """
+    found = []
+    if drafter.qk_norm:
+        found.append("drafter.qk_norm=true: SGLang has no EAGLE-3 layer with q/k norms")
+    if drafter.norm_before_residual:
+        found.append("drafter.norm_before_residual=true: SGLang always adds to the un-normed state")
+    if len(drafter.aux_layers) == 1:
+        found.append("drafter.aux_layers holds one boundary: SGLang then leaves out fc")
+    if num_target_layers is not None and drafter.aux_layers[-1] == num_target_layers:
+        found.append(
+            f"drafter.aux_layers holds boundary {num_target_layers}: SGLang captures no state behind the "
+            f"last layer"
+        )
+    return [f"{line}; change it, or set export.engines=[vllm]" for line in found]
 
 
 def resolve_geometry(config: DrafterConfig, target: Mapping[str, Any]) -> DraftGeometry:
@@ -147,6 +187,7 @@ def resolve_geometry(config: DrafterConfig, target: Mapping[str, Any]) -> DraftG
         rms_norm_eps=target["rms_norm_eps"],
         max_position_embeddings=target["max_position_embeddings"],
         rope_parameters=_rope_parameters(target),
+        qk_norm=config.qk_norm,
         norm_before_residual=config.norm_before_residual,
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,

@@ -4,6 +4,9 @@ The module that trains is the module that decodes: `train.ttt` unrolls its piece
 rows, `forward` runs the same pieces over a cache.
 """
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +18,10 @@ INIT_STD = 0.02
 
 
 class Eagle3Head(nn.Module):
-    """fc over the captured states, one decoder layer, norm, and a head on the draft vocabulary.
+    """fc over the captured states, decoder layers, norm, and a head on the draft vocabulary.
 
-    The embedding is the target's and stays outside, as in the serving engines.
+    The first layer is `midlayer`, as in published EAGLE-3 heads; `layers` holds those above it
+    under their numbers. The embedding is the target's and stays outside, as in the serving engines.
     """
 
     def __init__(self, geometry: DraftGeometry) -> None:
@@ -29,10 +33,17 @@ class Eagle3Head(nn.Module):
         if geometry.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps=eps) for _ in geometry.aux_layers)
         self.fc = nn.Linear(geometry.fc_width, hidden, bias=False)
-        self.midlayer = DraftLayer(geometry)
+        self.midlayer = DraftLayer(geometry, is_first=True)
+        self.layers = nn.ModuleDict(
+            {str(i): DraftLayer(geometry, is_first=False) for i in range(1, geometry.num_layers)}
+        )
         self.norm = nn.RMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, geometry.draft_vocab_size, bias=False)
         self.rotary = Rotary(geometry)
+
+    def decoder_layers(self) -> list[DraftLayer]:
+        """The layers in order."""
+        return [self.midlayer, *cast(Iterable[DraftLayer], self.layers.values())]
 
     def fc_input(self, aux_RLD: Tensor) -> Tensor:
         """Captured states [..., L, D], normed as the flags say, to what `fc` reads [..., L*D]."""
@@ -73,14 +84,17 @@ class Eagle3Head(nn.Module):
         Returns:
             Carried and final states, each [B, T, D].
         """
-        layer, attn = self.midlayer, self.midlayer.self_attn
-        normed_embed, normed = layer.input_layernorm(embed_BTD), layer.hidden_norm(hidden_BTD)
-        query, key, value = (
-            attn.add_hidden_half(name, attn.embedding_half(name, normed_embed), normed) for name in "qkv"
-        )
-        query, key = self.rotary(query, position_BT), self.rotary(key, position_BT)
-        attended = cached_attention(query, *cache.append(key, value))
-        return self.finish(layer.finish(layer.residual(hidden_BTD, normed), attended))
+        state_BTD = hidden_BTD
+        for i, layer in enumerate(self.decoder_layers()):
+            halves, normed_BTD = layer.embedding_halves(embed_BTD), layer.normed(state_BTD)
+            query, key, value = (
+                layer.self_attn.project(name, normed_BTD, halves.get(name)) for name in "qkv"
+            )
+            query, key = self.rotary(query, position_BT), self.rotary(key, position_BT)
+            attended = cached_attention(query, *cache.append(i, key, value))
+            state_BTD = layer.finish(layer.residual(state_BTD, normed_BTD), attended)
+        cache.advance(embed_BTD.shape[1])
+        return self.finish(state_BTD)
 
     @torch.no_grad()
     def initialise(self, init: Init, *, lm_head_WD: Tensor, norm_D: Tensor, seed: int) -> None:

@@ -1,7 +1,7 @@
 """Building blocks of a draft head.
 
 Shapes: R rows (any leading axes), B batch, T new tokens, S cached tokens, D hidden size, N query
-heads, M key/value heads, H head size.
+heads, M key/value heads, H head size, P draft layers.
 """
 
 import torch
@@ -47,9 +47,9 @@ def llama_config(geometry: DraftGeometry) -> LlamaConfig:
 
 
 class DraftCache:
-    """Keys and values of the draft layer while decoding, in buffers that never move.
+    """Keys and values of the draft layers while decoding, in buffers that never move.
 
-    `truncate` forgets the tail; the next `append` overwrites it.
+    `truncate` forgets the tail; the next `append` to each layer overwrites it.
     """
 
     def __init__(
@@ -60,18 +60,30 @@ class DraftCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        shape = (batch_size, geometry.num_key_value_heads, max_length, geometry.head_dim)
-        self._key_BMSH = torch.empty(shape, device=device, dtype=dtype)
-        self._value_BMSH = torch.empty(shape, device=device, dtype=dtype)
+        shape = (
+            geometry.num_layers,
+            batch_size,
+            geometry.num_key_value_heads,
+            max_length,
+            geometry.head_dim,
+        )
+        self._key_PBMSH = torch.empty(shape, device=device, dtype=dtype)
+        self._value_PBMSH = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
 
-    def append(self, key_BTMH: Tensor, value_BTMH: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds new rows and returns views [B, M, S, H] of everything held."""
+    def append(self, layer: int, key_BTMH: Tensor, value_BTMH: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds new rows of a layer and returns views [B, M, S, H] of everything it holds.
+
+        The rows count once `advance` says that every layer has them.
+        """
         end = self.length + key_BTMH.shape[1]
-        self._key_BMSH[:, :, self.length : end] = key_BTMH.transpose(1, 2)
-        self._value_BMSH[:, :, self.length : end] = value_BTMH.transpose(1, 2)
-        self.length = end
-        return self._key_BMSH[:, :, :end], self._value_BMSH[:, :, :end]
+        self._key_PBMSH[layer, :, :, self.length : end] = key_BTMH.transpose(1, 2)
+        self._value_PBMSH[layer, :, :, self.length : end] = value_BTMH.transpose(1, 2)
+        return self._key_PBMSH[layer, :, :, :end], self._value_PBMSH[layer, :, :, :end]
+
+    def advance(self, num_rows: int) -> None:
+        """Keeps the rows that were appended to every layer."""
+        self.length += num_rows
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` rows."""
@@ -79,29 +91,37 @@ class DraftCache:
 
 
 class DraftAttention(nn.Module):
-    """Projections of the EAGLE-3 layer, whose input is twice as wide as the hidden size.
+    """Projections of a draft layer.
 
-    q, k and v read [norm(embedding); norm(hidden)]. The two halves are projected apart and added,
-    since over the unroll steps the embedding half only shifts and is computed once.
+    In the first layer q, k and v read [norm(embedding); norm(hidden)]. The two halves are projected
+    apart and added, since over the unroll steps the embedding half only shifts and is computed once.
     """
 
-    def __init__(self, geometry: DraftGeometry) -> None:
+    def __init__(self, geometry: DraftGeometry, *, reads_embedding: bool) -> None:
         super().__init__()
         hidden, head_dim = geometry.hidden_size, geometry.head_dim
-        self.hidden_size, self.head_dim = hidden, head_dim
-        self.q_proj = nn.Linear(2 * hidden, geometry.num_attention_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * hidden, geometry.num_key_value_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * hidden, geometry.num_key_value_heads * head_dim, bias=False)
+        width = 2 * hidden if reads_embedding else hidden
+        self.hidden_size, self.head_dim, self.qk_norm = hidden, head_dim, geometry.qk_norm
+        self.q_proj = nn.Linear(width, geometry.num_attention_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, geometry.num_key_value_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, geometry.num_key_value_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(geometry.num_attention_heads * head_dim, hidden, bias=False)
+        if geometry.qk_norm:
+            self.q_norm = nn.RMSNorm(head_dim, eps=geometry.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, eps=geometry.rms_norm_eps)
 
     def embedding_half(self, name: str, normed_RD: Tensor) -> Tensor:
         """Share of the embedding in projection `name` (q, k or v), [R, N*H]."""
         return F.linear(normed_RD, self._weight(name)[:, : self.hidden_size])
 
-    def add_hidden_half(self, name: str, embedding_half: Tensor, normed_RD: Tensor) -> Tensor:
-        """Completes projection `name` of the same rows, [R, N, H]."""
-        full: Tensor = embedding_half + F.linear(normed_RD, self._weight(name)[:, self.hidden_size :])
+    def project(self, name: str, normed_RD: Tensor, embedding_half: Tensor | None) -> Tensor:
+        """Projection `name` of some rows, [R, N, H]; `embedding_half` is theirs, in the first layer."""
+        full: Tensor = F.linear(normed_RD, self._weight(name)[:, -self.hidden_size :])
+        if embedding_half is not None:
+            full = embedding_half + full
         heads: Tensor = full.unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm and name != "v":
+            heads = self.get_submodule(f"{name}_norm")(heads)
         return heads
 
     def _weight(self, name: str) -> Tensor:
@@ -125,17 +145,35 @@ class SwiGLU(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """The decoder layer of EAGLE-3 (2503.01840), in pieces that training and decoding share."""
+    """A decoder layer of the head, in pieces that training and decoding share.
 
-    def __init__(self, geometry: DraftGeometry) -> None:
+    The first one is EAGLE-3's (2503.01840); further ones are plain Llama layers.
+    """
+
+    def __init__(self, geometry: DraftGeometry, *, is_first: bool) -> None:
         super().__init__()
         hidden, eps = geometry.hidden_size, geometry.rms_norm_eps
-        self.norm_before_residual = geometry.norm_before_residual
+        self.is_first = is_first
+        self.norm_before_residual = is_first and geometry.norm_before_residual
         self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
-        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
-        self.self_attn = DraftAttention(geometry)
+        if is_first:
+            self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        self.self_attn = DraftAttention(geometry, reads_embedding=is_first)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
         self.mlp = SwiGLU(geometry)
+
+    def embedding_halves(self, embed_RD: Tensor) -> dict[str, Tensor]:
+        """Share of the embedding in each projection; the first layer alone reads it."""
+        if not self.is_first:
+            return {}
+        normed_RD = self.input_layernorm(embed_RD)
+        return {name: self.self_attn.embedding_half(name, normed_RD) for name in "qkv"}
+
+    def normed(self, hidden_RD: Tensor) -> Tensor:
+        """What q, k and v read of the layer's input."""
+        norm = self.hidden_norm if self.is_first else self.input_layernorm
+        normed_RD: Tensor = norm(hidden_RD)
+        return normed_RD
 
     def residual(self, hidden_RD: Tensor, normed_RD: Tensor) -> Tensor:
         """What the attention output is added to."""

@@ -8,7 +8,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from slipstream.data.config import DataConfig, Dtype, TargetConfig
-from slipstream.drafters.config import DrafterConfig
+from slipstream.drafters.config import DrafterConfig, Engine, Form, sglang_refusals
 from slipstream.eval.config import EvalConfig
 from slipstream.train.config import TrainConfig
 
@@ -19,6 +19,20 @@ class ExportConfig:
 
     dtype: Dtype = Dtype.auto
     """Type of the written tensors; auto: as trained."""
+    format: Form = Form.eagle3
+    engines: list[Engine] = field(default_factory=lambda: [Engine.vllm, Engine.sglang])
+    """What has to be able to serve the head; a head that one of them cannot express is refused."""
+
+    def problems(self, drafter: DrafterConfig) -> list[str]:
+        """Every mistake in these settings, one line each, as far as they show without the target."""
+        found = []
+        if not self.engines:
+            found.append("export.engines is empty: name vllm, sglang or both")
+        if Engine.sglang in self.engines:
+            found += sglang_refusals(drafter, num_target_layers=None)
+            if self.format is Form.speculators:
+                found.append("export.format=speculators: SGLang does not read it; set export.engines=[vllm]")
+        return found
 
 
 @dataclass
@@ -45,6 +59,7 @@ class Recipe:
         """Raises ValueError with every mistake in the recipe at once."""
         sections = (self.target, self.data, self.drafter, self.train, self.eval)
         found = [problem for section in sections for problem in section.problems()]
+        found += self.export.problems(self.drafter)
         if found:
             raise ValueError("; ".join(found))
 

@@ -16,9 +16,10 @@ from slipstream.drafters.checkpoint_format import (
     check_tensors,
     serving_config,
     serving_tensors,
+    speculators_config,
     write_weights,
 )
-from slipstream.drafters.config import DraftGeometry
+from slipstream.drafters.config import DraftGeometry, Engine, Form
 from slipstream.drafters.eagle3 import Eagle3Head
 from slipstream.recipes.schema import Recipe
 
@@ -57,8 +58,19 @@ def write_bundle(
     served = serving_tensors(head, d2t_W=vocab_map.d2t_W, t2d_V=vocab_map.t2d_V, dtype=dtype)
     check_tensors(geometry, served, WEIGHTS)
     config = serving_config(
-        geometry, bos=target.config.bos_token_id, eos=target.config.eos_token_id, dtype=dtype
+        geometry,
+        engines=recipe.export.engines,
+        bos=target.config.bos_token_id,
+        eos=target.config.eos_token_id,
+        dtype=dtype,
     )
+    if recipe.export.format is Form.speculators:
+        config = speculators_config(
+            config,
+            target_name=target.name,
+            target_architectures=target.config.architectures or [],
+            num_draft_tokens=recipe.eval.num_draft_tokens,
+        )
     with atomic_path(folder / WEIGHTS) as temporary:
         write_weights(temporary, served)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -68,8 +80,6 @@ def write_bundle(
 
 def card(geometry: DraftGeometry, *, target_name: str, recipe: Recipe) -> str:
     """The model card with the commands that serve the head."""
-    k = recipe.eval.num_draft_tokens
-    speculative = json.dumps({"method": "eagle3", "model": "PATH_OR_ID", "num_speculative_tokens": k})
     kind = "EAGLE-3.1" if geometry.norm_output and geometry.fc_norm else "EAGLE-3"
     return f"""---
 base_model: {target_name}
@@ -90,18 +100,29 @@ greedy answers stay the same, token for token.
 | training | {recipe.train.epochs} epochs, K={recipe.train.unroll.num_steps}, loss {recipe.train.loss.value} |
 
 Replace `PATH_OR_ID` by this folder or its hub id.
+{"".join(_how_to_serve(engine, target_name, recipe) for engine in recipe.export.engines)}"""
 
-## vLLM
 
-```bash
-vllm serve {target_name} --speculative-config '{speculative}'
-```
-
+def _how_to_serve(engine: Engine, target_name: str, recipe: Recipe) -> str:
+    k = recipe.eval.num_draft_tokens
+    if engine is Engine.sglang:
+        return f"""
 ## SGLang
 
 ```bash
 python -m sglang.launch_server --model-path {target_name} \\
   --speculative-algorithm EAGLE3 --speculative-draft-model-path PATH_OR_ID \\
   --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}
+```
+"""
+    speculative = json.dumps({"method": "eagle3", "model": "PATH_OR_ID", "num_speculative_tokens": k})
+    command = f"vllm serve {target_name} --speculative-config '{speculative}'"
+    if recipe.export.format is Form.speculators:
+        command = "vllm serve PATH_OR_ID"
+    return f"""
+## vLLM
+
+```bash
+{command}
 ```
 """

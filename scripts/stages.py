@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from slipstream.data.files import Stage, is_complete, stage_fingerprint, value_hash
 from slipstream.data.progress import is_main_process
-from slipstream.drafters.config import DraftGeometry, Init, resolve_geometry
+from slipstream.drafters.config import DraftGeometry, Engine, Init, resolve_geometry, sglang_refusals
 from slipstream.recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -59,8 +59,14 @@ class Run:
 
     @functools.cached_property
     def geometry(self) -> DraftGeometry:
-        """The head's geometry."""
-        return resolve_geometry(self.recipe.drafter, self.target.config.to_dict())
+        """The head's geometry; ValueError when an engine of export.engines cannot express it."""
+        model = self.target.config
+        geometry = resolve_geometry(self.recipe.drafter, model.to_dict())
+        if Engine.sglang in self.recipe.export.engines and (
+            refusals := sglang_refusals(geometry, model.num_hidden_layers)
+        ):
+            raise ValueError("; ".join(refusals))
+        return geometry
 
     def prompts(self) -> None:
         """Reads the prompts into one normal form."""
@@ -164,7 +170,7 @@ class Run:
         settings = {
             "target_fingerprint": self.target.fingerprint,
             "train": stage_fingerprint(self.path("train")),
-            "dtype": self.recipe.export.dtype.value,
+            **plain(self.recipe.export),
         }
         stage = Stage(self.path("export"), "export", settings)
         if stage.is_complete:

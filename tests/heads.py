@@ -1,12 +1,22 @@
 """Random draft heads, cached documents and targets' tensors for tests."""
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream.data.cache import RowInfo
 from slipstream.data.types import HiddenStateSample
-from slipstream.drafters.config import DraftGeometry, Init
+from slipstream.drafters.checkpoint_format import (
+    CONFIG,
+    WEIGHTS,
+    serving_config,
+    serving_tensors,
+    write_weights,
+)
+from slipstream.drafters.config import DraftGeometry, Engine, Init
 from slipstream.drafters.eagle3 import Eagle3Head
 from slipstream.train.ttt import FrozenTarget
 
@@ -28,6 +38,7 @@ def make_geometry(**overrides: Any) -> DraftGeometry:
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 256,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "qk_norm": False,
         "norm_before_residual": False,
         "norm_before_fc": False,
         "fc_norm": False,
@@ -79,6 +90,26 @@ def make_sample(name: str, mask: list[int], *, geometry: DraftGeometry, seed: in
         argmax_P=torch.randint(geometry.vocab_size, (num_teachers,), generator=generator),
         logsumexp_P=6 + torch.empty(num_teachers).uniform_(generator=generator),
     )
+
+
+def write_export(
+    folder: Path,
+    head: Eagle3Head,
+    target_ids_W: torch.Tensor,
+    *,
+    engines: Sequence[Engine] = tuple(Engine),
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """A serving bundle of a head in the plain form."""
+    geometry = head.geometry
+    t2d = torch.zeros(geometry.vocab_size, dtype=torch.bool)
+    t2d[target_ids_W] = True
+    d2t = target_ids_W - torch.arange(target_ids_W.numel())
+    folder.mkdir(exist_ok=True)
+    write_weights(folder / WEIGHTS, serving_tensors(head, d2t_W=d2t, t2d_V=t2d, dtype=dtype))
+    config = serving_config(geometry, engines=engines, bos=0, eos=[1, 2], dtype=dtype)
+    (folder / CONFIG).write_text(json.dumps(config))
+    return folder
 
 
 class MemorySource:

@@ -7,7 +7,6 @@ import pytest
 
 from tests.tree import imported_names, module_name, source_files
 
-USED = ("deepspeed", "wandb")
 HEAVY = ("deepspeed", "sglang", "vllm", "wandb")
 
 # Imports each module in a forked child of one interpreter that has only the libraries loaded: as
@@ -51,7 +50,7 @@ def test_each_module_imports_alone_without_heavy_libraries():
 @pytest.mark.parametrize("library", HEAVY)
 def test_heavy_library_is_imported_in_one_file(library):
     users = [str(path) for path in source_files() if library in top_names(path)]
-    assert len(users) == (library in USED), users
+    assert len(users) == 1, users
 
 
 def test_schema_needs_no_torch():

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tree import PACKAGES, ROOT, module_name, project_files, pyproject, source_files
 
-SHIPPED_SUFFIXES = {".py", ".yaml", ".jsonl"}
+SHIPPED_SUFFIXES = {".py", ".yaml", ".jsonl", ".txt"}
 
 
 @pytest.fixture(scope="module")

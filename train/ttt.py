@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from slipstream.data.types import DraftBatch
 from slipstream.drafters.eagle3 import Eagle3Head
+from slipstream.drafters.layers import DraftLayer, Rotary
 from slipstream.drafters.ttt_attention import unrolled_attention
 from slipstream.train.config import Loss, OutsideVocab, UnrollConfig
 from slipstream.train.losses import Teacher, head_loss, make_teacher
@@ -203,37 +204,71 @@ def unroll(head: Eagle3Head, batch: DraftBatch, plan: UnrollPlan, embedding_VD: 
     """Final states of the head at every step, [R_k, D] each.
 
     Step 0 fuses the target's states. At step k >= 1 a row feeds its own carried state and the
-    embedding of x[t+1+k] (teacher forcing), at rotary position t+k.
+    embedding of x[t+1+k] (teacher forcing), at rotary position t+k. Below the last layer step 0
+    runs on every row, since the keys of the layer above come from its output.
     """
-    layer, attn = head.midlayer, head.midlayer.self_attn
-    fused_TD = head.fuse(batch.aux_TLD)
-    normed_embed_TD = layer.input_layernorm(F.embedding(batch.token_T, embedding_VD))
-    embed_half = {name: attn.embedding_half(name, normed_embed_TD) for name in "qkv"}
-    normed_TD = layer.hidden_norm(fused_TD)
-    key_TMH = head.rotary(attn.add_hidden_half("k", embed_half["k"], normed_TD), batch.position_T)
-    value_TMH = attn.add_hidden_half("v", embed_half["v"], normed_TD)
+    embed_TD = F.embedding(batch.token_T, embedding_VD)
+    input_TD = fused_TD = head.fuse(batch.aux_TLD)
+    layers: list[_UnrolledLayer] = []
+    for layer in head.decoder_layers():
+        if layers:
+            input_TD = layers[-1].step(0, _every_row(batch), input_TD)
+        layers.append(_UnrolledLayer(head.rotary, layer, input_TD, embed_TD, batch.position_T))
 
     finals: list[Tensor] = []
-    chain: list[tuple[Tensor, Tensor]] = []
     carried_RD = fused_TD
     for k, step in enumerate(plan.steps):
-        # Only rows that survive the step before go on, with what their chain has made so far.
-        carried_RD = carried_RD[step.kept_R]
-        chain = [(key[step.kept_R], value[step.kept_R]) for key, value in chain]
-        source_R, position_R = step.row_R + k, batch.position_T[step.row_R] + k
-        normed_RD = layer.hidden_norm(carried_RD) if k else normed_TD[step.row_R]
-
-        def project(name: str, source_R: Tensor = source_R, normed_RD: Tensor = normed_RD) -> Tensor:
-            return attn.add_hidden_half(name, embed_half[name][source_R], normed_RD)
-
-        query_RNH = head.rotary(project("q"), position_R)
-        if k:
-            chain.append((head.rotary(project("k"), position_R), project("v")))
-        attended = unrolled_attention(query_RNH, key_TMH, value_TMH, chain, step.row_R, step.segments)
-        layer_out_RD = layer.finish(layer.residual(carried_RD, normed_RD), attended)
-        carried_RD, final_RD = head.finish(layer_out_RD)
+        # Only rows that survive the step before go on.
+        state_RD = carried_RD[step.kept_R] if k else input_TD[step.row_R]
+        for unrolled in layers if k else layers[-1:]:
+            state_RD = unrolled.step(k, step, state_RD)
+        carried_RD, final_RD = head.finish(state_RD)
         finals.append(final_RD)
     return finals
+
+
+class _UnrolledLayer:
+    """A layer over one pack: step-0 keys and values of all rows, and the chains of the unrolled ones."""
+
+    def __init__(
+        self, rotary: Rotary, layer: DraftLayer, input_TD: Tensor, embed_TD: Tensor, position_T: Tensor
+    ) -> None:
+        self._rotary, self._layer, self._position_T = rotary, layer, position_T
+        # The embedding's share only shifts from step to step.
+        self._halves = layer.embedding_halves(embed_TD)
+        self._normed_TD = layer.normed(input_TD)
+        self._key_TMH = rotary(self._project("k", self._normed_TD), position_T)
+        self._value_TMH = self._project("v", self._normed_TD)
+        self._chain: list[tuple[Tensor, Tensor]] = []
+
+    def step(self, k: int, step: StepPlan, state_RD: Tensor) -> Tensor:
+        """Output of the layer at step k for the rows of `step`, whose input is `state_RD`."""
+        # What their chain has made so far goes on with the rows that survive.
+        self._chain = [(key[step.kept_R], value[step.kept_R]) for key, value in self._chain]
+        source_R, position_R = step.row_R + k, self._position_T[step.row_R] + k
+        normed_RD = self._layer.normed(state_RD) if k else self._normed_TD[step.row_R]
+        query_RNH = self._rotary(self._project("q", normed_RD, source_R), position_R)
+        if k:
+            key_RMH = self._rotary(self._project("k", normed_RD, source_R), position_R)
+            self._chain.append((key_RMH, self._project("v", normed_RD, source_R)))
+        attended_RX = unrolled_attention(
+            query_RNH, self._key_TMH, self._value_TMH, self._chain, step.row_R, step.segments
+        )
+        return self._layer.finish(self._layer.residual(state_RD, normed_RD), attended_RX)
+
+    def _project(self, name: str, normed_RD: Tensor, source_R: Tensor | None = None) -> Tensor:
+        half = self._halves.get(name)
+        if half is not None and source_R is not None:
+            half = half[source_R]
+        return self._layer.self_attn.project(name, normed_RD, half)
+
+
+def _every_row(batch: DraftBatch) -> StepPlan:
+    """Step 0 of every row of every document."""
+    row_T = torch.arange(batch.token_T.numel(), device=batch.token_T.device)
+    starts = batch.document_starts
+    segments = [(a, b, a, b) for a, b in zip(starts[:-1], starts[1:], strict=True) if b > a]
+    return StepPlan(row_R=row_T, kept_R=row_T, loss_X=row_T, segments=segments)
 
 
 def _sum_by_step(value_X: Tensor, sizes: Sequence[int], num_steps: int) -> Tensor:

@@ -62,6 +62,9 @@ def regression_start(
     shared = output_DX.unflatten(1, (geometry.num_key_value_heads, 1, geometry.head_dim)) / groups
     attn.o_proj.weight.copy_(shared.expand(-1, -1, groups, -1).flatten(1))
     head.midlayer.mlp.down_proj.weight *= DAMPING
+    for layer in head.decoder_layers()[1:]:
+        layer.self_attn.o_proj.weight *= DAMPING
+        layer.mlp.down_proj.weight *= DAMPING
 
 
 def _moments(

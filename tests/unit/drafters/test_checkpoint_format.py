@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,25 +14,30 @@ from slipstream.drafters.checkpoint_format import (
     check_tensors,
     load_head,
     serving_config,
-    serving_tensors,
-    write_weights,
+    speculators_config,
 )
-from slipstream.drafters.config import DraftGeometry
-from tests.heads import make_frozen, make_geometry, make_head
+from slipstream.drafters.config import DraftGeometry, Engine
+from tests.heads import make_frozen, make_geometry, make_head, write_export
 
-FLAGS = [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}, {"draft_vocab_size": 60}]
+FLAGS = [
+    {},
+    {"fc_norm": True, "norm_output": True},
+    {"norm_before_fc": True},
+    {"draft_vocab_size": 60},
+    {"qk_norm": True, "norm_before_residual": True},
+    {"num_layers": 3},
+    {"aux_layers": (1, 2, 4, 5, 7), "fc_norm": True},
+]
 
 
-def write(folder: Path, geometry: DraftGeometry, dtype: torch.dtype = torch.float32) -> Path:
-    folder.mkdir(exist_ok=True)
+def make_config(geometry: DraftGeometry, **overrides: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"engines": list(Engine), "bos": 0, "eos": [1, 2], "dtype": torch.float32}
+    return serving_config(geometry, **(settings | overrides))
+
+
+def write(folder: Path, geometry: DraftGeometry) -> Path:
     ids = (make_frozen(geometry).draft_ids_V >= 0).nonzero()[:, 0]
-    t2d = torch.zeros(geometry.vocab_size, dtype=torch.bool)
-    t2d[ids] = True
-    d2t = ids - torch.arange(ids.numel())
-    write_weights(folder / WEIGHTS, serving_tensors(make_head(geometry), d2t_W=d2t, t2d_V=t2d, dtype=dtype))
-    config = serving_config(geometry, bos=0, eos=[1, 2], dtype=dtype)
-    (folder / CONFIG).write_text(json.dumps(config))
-    return folder
+    return write_export(folder, make_head(geometry), ids)
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -45,8 +51,39 @@ def test_round_trip(flags: dict[str, object], tmp_path: Path) -> None:
     assert torch.equal(ids, served.t2d_V.nonzero()[:, 0])
 
 
+def test_speculators_form(tmp_path: Path) -> None:
+    """The same head in the form that names its target."""
+    geometry = make_geometry(fc_norm=True, num_layers=2)
+    folder = write(tmp_path, geometry)
+    plain = json.loads((folder / CONFIG).read_text())
+    config = speculators_config(
+        plain, target_name="a/b", target_architectures=["LlamaForCausalLM"], num_draft_tokens=4
+    )
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "a/b"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    assert config["norm_before_residual"] is False  # its default is true
+    assert config["transformer_layer_config"]["num_aux_hidden_states"] == 3
+    (folder / CONFIG).write_text(json.dumps(config))
+    assert load_head(folder).head.geometry == geometry
+
+
+def test_qwen3_form() -> None:
+    config = make_config(make_geometry(qk_norm=True), engines=[Engine.vllm])
+    assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+    assert config["model_type"] == "qwen3"
+    assert "eagle_aux_hidden_state_layer_ids" not in config["eagle_config"]  # SGLang's
+
+
+def test_further_layers_have_both_norms(tmp_path: Path) -> None:
+    """vLLM reads one before their attention, SGLang the other."""
+    tensors = load_file(write(tmp_path, make_geometry(num_layers=2)) / WEIGHTS)
+    first, second = (tensors[f"layers.1.{name}.weight"] for name in ("input_layernorm", "hidden_norm"))
+    assert torch.equal(first, second)
+    assert "midlayer.hidden_norm.weight" in tensors
+
+
 def test_config_names_boundaries_for_both_engines(tmp_path: Path) -> None:
-    config = serving_config(make_geometry(), bos=0, eos=1, dtype=torch.bfloat16)
+    config = make_config(make_geometry(), dtype=torch.bfloat16)
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
     assert config["num_aux_hidden_states"] == 3
@@ -72,15 +109,10 @@ def test_llama3_rope_is_carried_over() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    config = serving_config(make_geometry(rope_parameters=rope), bos=0, eos=1, dtype=torch.float32)
+    config = make_config(make_geometry(rope_parameters=rope))
     assert config["rope_parameters"] == rope
     assert config["rope_theta"] == 5e5
     assert config["rope_scaling"]["factor"] == 8.0
-
-
-def test_boundary_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="boundary 0"):
-        serving_config(make_geometry(aux_layers=(0, 2, 4)), bos=0, eos=1, dtype=torch.float32)
 
 
 def damaged(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -102,10 +134,10 @@ def damaged(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("missing d2t", "missing d2t"),
+        ("missing d2t", "d2t is missing although draft_vocab_size=40"),
         ("absolute d2t", "d2t"),
-        ("no lm_head", "missing lm_head.weight"),
-        ("unknown tensor", "unexpected fc_norm.0.weight"),
+        ("no lm_head", "lm_head.weight is missing"),
+        ("unknown tensor", "fc_norm.0.weight is unexpected, since fc_norm is not set"),
         ("fc width", "fc.weight is"),
         ("nan", "not finite"),
     ],

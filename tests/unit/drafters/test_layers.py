@@ -55,8 +55,10 @@ def test_cache_overwrites_what_was_truncated() -> None:
     geometry = make_geometry()
     cache = DraftCache(1, 8, geometry, torch.device("cpu"), torch.float32)
     first = torch.ones(1, 3, geometry.num_key_value_heads, geometry.head_dim)
-    cache.append(first, first)
+    cache.append(0, first, first)
+    cache.advance(3)
     cache.truncate(1)
-    keys, _ = cache.append(2 * first[:, :2], 2 * first[:, :2])
+    keys, _ = cache.append(0, 2 * first[:, :2], 2 * first[:, :2])
+    cache.advance(2)
     assert cache.length == 3
     assert keys[0, 0, :, 0].tolist() == [1, 2, 2]

@@ -21,7 +21,7 @@ from slipstream.drafters.checkpoint_format import (
     serving_tensors,
     write_weights,
 )
-from slipstream.drafters.config import DrafterConfig, resolve_geometry
+from slipstream.drafters.config import DrafterConfig, Engine, resolve_geometry
 from slipstream.drafters.eagle3 import Eagle3Head
 from slipstream.eval import acceptance
 from slipstream.eval.acceptance import AcceptanceReport, PromptResult, measure, summarise
@@ -102,7 +102,9 @@ def export(target: Target, folder: Path, seed: int = 0, **overrides: Any) -> Pat
         Eagle3Head(geometry), d2t_W=torch.empty(0), t2d_V=torch.empty(0), dtype=torch.float32
     )
     folder.mkdir()
-    write_json(folder / CONFIG, serving_config(geometry, bos=1, eos=2, dtype=torch.float32))
+    write_json(
+        folder / CONFIG, serving_config(geometry, engines=list(Engine), bos=1, eos=2, dtype=torch.float32)
+    )
     write_weights(folder / WEIGHTS, tensors)
     return folder
 
