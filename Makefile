@@ -10,13 +10,14 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 # Small machines: spinning OpenMP threads slow each other down several times.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help dev lint type test test-unit test-slow demo clean
+.PHONY: help dev lint type test test-unit test-slow demo bench clean
 
 help:
 	@echo "make demo       a real model gets a draft head, from prompts to the acceptance table"
 	@echo "make test       lint, types, unit tests, then the slow tests (what CI runs)"
 	@echo "make test-unit  unit tests only"
 	@echo "make lint type  ruff, codespell, file checks; mypy"
+	@echo "make bench      cost of the training step; PEERS=path/to/harness.py compares, ARGS=--quick is short"
 	@echo "make dev        the environment of all these, in $(VENV)"
 	@echo "make clean      removes $(VENV) and the caches, keeps runs/"
 
@@ -76,3 +77,6 @@ test: dev
 
 demo: $(VENV)/.runtime
 	$(PYTHON) scripts/pipeline.py recipe=demo
+
+bench: $(VENV)/.runtime
+	$(PYTHON) scripts/bench.py --peers "$(PEERS)" $(ARGS)

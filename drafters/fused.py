@@ -16,6 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+def apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """Calls an autograd function, which torch leaves without types."""
+    return function.apply(*inputs)  # type: ignore[no-untyped-call]
+
+
 def rms_norm(states_RD: Tensor, scale_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Normed states, and the float32 factor [R, 1] that norms them."""
     norm_R1 = torch.linalg.vector_norm(states_RD, dim=-1, keepdim=True, dtype=torch.float32)
@@ -43,22 +48,23 @@ class _NormedProjections(torch.autograd.Function):
         states_RD: Tensor,
         scale_D: Tensor,
         eps: float,
-        source_R: Tensor,
+        source_R: Tensor | None,
         num: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         weights, shares = tensors[:num], tensors[num:]
         normed_RD, factor_R1 = rms_norm(states_RD, scale_D, eps)
-        outs = [
+        ctx.save_for_backward(states_RD, scale_D, factor_R1, source_R, *weights)
+        if source_R is None:
+            return tuple(normed_RD @ weight.T for weight in weights)
+        ctx.num_shared = shares[0].shape[0]
+        return tuple(
             share.index_select(0, source_R).addmm_(normed_RD, weight.T)
             for weight, share in zip(weights, shares, strict=True)
-        ]
-        ctx.num_shared = shares[0].shape[0]
-        ctx.save_for_backward(states_RD, scale_D, factor_R1, source_R, *weights)
-        return tuple(outs)
+        )
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         states_RD, scale_D, factor_R1, source_R, *weights = ctx.saved_tensors
         normed_RD = (states_RD * factor_R1).mul_(scale_D).to(states_RD.dtype)
@@ -66,9 +72,10 @@ class _NormedProjections(torch.autograd.Function):
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             grad_normed.addmm_(grad, weight)
         grad_weights = [grad.T @ normed_RD for grad in grads]
-        grad_shares = [
-            grad.new_zeros(ctx.num_shared, grad.shape[1]).index_add_(0, source_R, grad) for grad in grads
-        ]
+        grad_shares = []
+        if source_R is not None:
+            shape = ctx.num_shared
+            grad_shares = [g.new_zeros(shape, g.shape[1]).index_add_(0, source_R, g) for g in grads]
         grad_states, grad_scale = rms_norm_backward(grad_normed, states_RD, scale_D, factor_R1)
         return grad_states, grad_scale, None, None, None, *grad_weights, *grad_shares
 
@@ -79,10 +86,10 @@ def normed_projections(
     eps: float,
     *,
     weights: Sequence[Tensor],
-    shares: Sequence[Tensor],
-    source_R: Tensor,
+    shares: Sequence[Tensor] = (),
+    source_R: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Norm, then several products, each added to a share made before.
+    """Norm, then several products, each added to a share made before if there is one.
 
     Args:
         states_RD: what is normed.
@@ -95,8 +102,8 @@ def normed_projections(
     Returns:
         For each weight `share[source] + norm(states) @ weight.T`, [R, X].
     """
-    outs: tuple[Tensor, ...] = _NormedProjections.apply(  # type: ignore[no-untyped-call]
-        states_RD, scale_D, eps, source_R, len(weights), *weights, *shares
+    outs: tuple[Tensor, ...] = apply(
+        _NormedProjections, states_RD, scale_D, eps, source_R, len(weights), *weights, *shares
     )
     return outs
 
@@ -104,7 +111,13 @@ def normed_projections(
 class _NormedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states_RD: Tensor, scale_D: Tensor, eps: float, gate_YD: Tensor, up_YD: Tensor, down_DY: Tensor
+        ctx: Any,
+        states_RD: Tensor,
+        scale_D: Tensor,
+        eps: float,
+        gate_YD: Tensor,
+        up_YD: Tensor,
+        down_DY: Tensor,
     ) -> Tensor:
         normed_RD, factor_R1 = rms_norm(states_RD, scale_D, eps)
         gate_RY, up_RY = normed_RD @ gate_YD.T, normed_RD @ up_YD.T
@@ -112,7 +125,7 @@ class _NormedSwiGLU(torch.autograd.Function):
         return torch.addmm(states_RD, F.silu(gate_RY).mul_(up_RY), down_DY.T)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         states_RD, scale_D, factor_R1, gate_YD, up_YD, down_DY, gate_RY, up_RY = ctx.saved_tensors
         active_RY = F.silu(gate_RY)
@@ -131,20 +144,32 @@ def normed_swiglu(
     states_RD: Tensor, scale_D: Tensor, eps: float, *, gate_YD: Tensor, up_YD: Tensor, down_DY: Tensor
 ) -> Tensor:
     """The states plus the gated MLP of their norm, [R, D]."""
-    out: Tensor = _NormedSwiGLU.apply(  # type: ignore[no-untyped-call]
-        states_RD, scale_D, eps, gate_YD, up_YD, down_DY
-    )
+    out: Tensor = apply(_NormedSwiGLU, states_RD, scale_D, eps, gate_YD, up_YD, down_DY)
     return out
 
 
 class _Turn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states_RNH: Tensor, cos_RH: Tensor, sin_RH: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_RH, sin_RH)
-        return _turned(states_RNH, cos_RH, sin_RH)
+    def forward(ctx: Any, states_RNH: Tensor, cos_R1H: Tensor, sin_R1H: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_R1H, sin_R1H)
+        return _turned(states_RNH, cos_R1H, sin_R1H)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_RNH: Tensor) -> tuple[Tensor | None, ...]:
-        cos_RH, sin_RH = ctx.saved_tensors
-        return _turned(grad_RNH, cos_RH, -sin_RH), None, None
+        cos_R1H, sin_R1H = ctx.saved_tensors
+        return _turned(grad_RNH, cos_R1H, -sin_R1H), None, None
+
+
+def _turned(states_RNH: Tensor, cos_R1H: Tensor, sin_R1H: Tensor) -> Tensor:
+    out_RNH = states_RNH * cos_R1H
+    half = states_RNH.shape[-1] // 2
+    out_RNH[..., :half].addcmul_(states_RNH[..., half:], sin_R1H[..., :half], value=-1)
+    out_RNH[..., half:].addcmul_(states_RNH[..., :half], sin_R1H[..., half:])
+    return out_RNH
+
+
+def turn(states_RNH: Tensor, cos_R1H: Tensor, sin_R1H: Tensor) -> Tensor:
+    """Rotary embedding in the form of the Llama family: both halves of a head turn together."""
+    out: Tensor = apply(_Turn, states_RNH, cos_R1H, sin_R1H)
+    return out

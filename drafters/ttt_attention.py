@@ -6,15 +6,19 @@ sees, N query heads, M key/value heads, G = N/M, H head size, J chain steps.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from slipstream.drafters.fused import apply
 
 BLOCK_ROWS = 128
 """Query rows attended to at a time: enough for the matrix products, little for the mask."""
@@ -48,9 +52,34 @@ class AttentionRows:
     """int64; index of each row in the pack, ascending."""
     first_R: Tensor
     """int64; first row of each row's document."""
-    segments: Sequence[tuple[int, int, int, int]]
-    """For each document with unrolled rows: first and end row in R, first row in T and the end of
-    the keys these rows can see in T."""
+    blocks: Sequence[tuple[slice, slice]]
+    """Rows of R that are attended to at a time, all of one document, and the keys of T that the
+    last of them sees."""
+
+    def to(self, device: torch.device) -> "AttentionRows":
+        """Moves the indices to a device."""
+        row_R, first_R = (x.to(device, non_blocking=True) for x in (self.row_R, self.first_R))
+        return AttentionRows(row_R=row_R, first_R=first_R, blocks=self.blocks)
+
+
+def attention_rows(rows: npt.NDArray[np.int64], document_starts: Sequence[int]) -> AttentionRows:
+    """Some rows of a pack, ascending, and what they see.
+
+    >>> attention_rows(np.array([1, 2, 5]), (0, 4, 8)).blocks
+    [(slice(0, 2, None), slice(0, 3, None)), (slice(2, 3, None), slice(4, 6, None))]
+    """
+    starts = np.asarray(document_starts)
+    bounds = np.searchsorted(rows, starts).tolist()
+    return AttentionRows(
+        row_R=torch.from_numpy(rows),
+        first_R=torch.from_numpy(starts[np.searchsorted(starts, rows, side="right") - 1]),
+        blocks=[
+            (slice(start, stop), slice(key_first, int(rows[stop - 1]) + 1))
+            for first, end, key_first in zip(bounds[:-1], bounds[1:], document_starts[:-1], strict=True)
+            for start in range(first, end, BLOCK_ROWS)
+            for stop in (min(start + BLOCK_ROWS, end),)
+        ],
+    )
 
 
 class Chain(NamedTuple):
@@ -84,17 +113,8 @@ def unrolled_attention(
     if query_RNH.is_cuda:
         return _flex_attention(query_RNH, key_TMH, value_TMH, chain, rows)
     flat = [tensor for step in chain for tensor in step]
-    out_RNH: Tensor = _MergedAttention.apply(  # type: ignore[no-untyped-call]
-        rows, query_RNH, key_TMH, value_TMH, *flat
-    )
+    out_RNH: Tensor = apply(_MergedAttention, rows, query_RNH, key_TMH, value_TMH, *flat)
     return out_RNH.flatten(1)
-
-
-def _blocks(rows: AttentionRows) -> Iterator[tuple[slice, slice]]:
-    """Rows of R and the keys of T they may see, a document's rows a few at a time."""
-    for first, end, key_first, key_end in rows.segments:
-        for start in range(first, end, BLOCK_ROWS):
-            yield slice(start, min(start + BLOCK_ROWS, end)), slice(key_first, key_end)
 
 
 def _mask(row_X: Tensor, keys: slice, dtype: torch.dtype) -> Tensor:
@@ -131,7 +151,7 @@ class _MergedAttention(torch.autograd.Function):
         chain = [Chain(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
         out_RNH = torch.empty_like(query_RNH, memory_format=torch.contiguous_format)
         lse_RN = out_RNH.new_empty(out_RNH.shape[:2], dtype=torch.float32)
-        for block, keys in _blocks(rows):
+        for block, keys in rows.blocks:
             query_XNH = query_RNH[block]
             base, lse = flash(
                 _heads(query_XNH),
@@ -148,14 +168,14 @@ class _MergedAttention(torch.autograd.Function):
         return out_RNH
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_RNH: Tensor) -> tuple[Tensor | None, ...]:
         query_RNH, key_TMH, value_TMH, out_RNH, lse_RN, *flat = ctx.saved_tensors
         chain = [Chain(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
         grad_query = torch.empty_like(query_RNH)
         grad_key, grad_value = torch.zeros_like(key_TMH), torch.zeros_like(value_TMH)
         grad_chain = [(torch.zeros_like(step.key_PMH), torch.zeros_like(step.value_PMH)) for step in chain]
-        for block, keys in _blocks(ctx.rows):
+        for block, keys in ctx.rows.blocks:
             states = [_heads(x[block]) for x in (grad_RNH, query_RNH, out_RNH)]
             base = flash_backward(
                 states[0],
@@ -172,8 +192,13 @@ class _MergedAttention(torch.autograd.Function):
             grad_key[keys] += base[1][0].transpose(0, 1)
             grad_value[keys] += base[2][0].transpose(0, 1)
             if chain:
-                own = (x[block] for x in (query_RNH, out_RNH, lse_RN, grad_RNH))
-                query_XNH, keys_XMJH, values_XMJH = _chain_backward(*own, *_chain_block(chain, block))
+                query_XNH, keys_XMJH, values_XMJH = _chain_backward(
+                    query_RNH[block],
+                    out_RNH[block],
+                    lse_RN[block],
+                    grad_RNH[block],
+                    *_chain_block(chain, block),
+                )
                 grad_query[block] += query_XNH
                 for j, (step, (to_key, to_value)) in enumerate(zip(chain, grad_chain, strict=True)):
                     place_X = step.place_R[block]
@@ -219,7 +244,7 @@ def _flex_attention(
         enable_gqa=True,
         return_aux=AuxRequest(lse=True),
     )
-    out_RNH = base[0].transpose(0, 1)
+    out_RNH: Tensor = base[0].transpose(0, 1)
     if chain:
         out_RNH, _ = merge_chain(out_RNH, aux.lse[0].T, query_RNH, *_chain_block(chain, slice(None)))
     return out_RNH.flatten(1)
@@ -234,7 +259,8 @@ def visible(rows: AttentionRows) -> Callable[[Tensor, Tensor, Tensor, Tensor], T
     """FlexAttention's mask function: from the first row of the document to the row itself."""
 
     def mask(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key >= rows.first_R[query]) & (key <= rows.row_R[query])
+        sees: Tensor = (key >= rows.first_R[query]) & (key <= rows.row_R[query])
+        return sees
 
     return mask
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from slipstream.train import checkpoint, engine, trainer
-from slipstream.train.config import Loss, TrainConfig, WandbConfig, WandbMode
+from slipstream.train.config import LossConfig, TrainConfig, WandbConfig, WandbMode
 from slipstream.train.ttt import Unroller
 from tests.heads import MemorySource, make_frozen, make_geometry, make_head, make_sample
 
@@ -54,7 +54,7 @@ def main() -> None:
     if stop_after:
         _kill_after(stop_after)
     state = trainer.fit(
-        Unroller(head, frozen, kind=Loss.ce, chunk_rows=64),
+        Unroller(head, frozen, LossConfig()),
         MemorySource(samples[:20], samples[20:]),
         config,
         frozen=frozen,
