@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 def apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """Calls an autograd function, which torch leaves without types."""
-    return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    return function.apply(*inputs)
 
 
 def rms_norm(states_RD: Tensor, scale_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
