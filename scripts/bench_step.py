@@ -137,10 +137,10 @@ def make_step(a: argparse.Namespace) -> tuple[Callable[[], Tensor], float, int]:
 
     def step() -> Tensor:
         value = forward()
-        optimizer.zero_grad()
         value.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 0.5)
         optimizer.step()
+        optimizer.zero_grad()
         return value.detach()
 
     num_rows = plan().count_K[0].float()

@@ -69,7 +69,7 @@ class LossConfig:
 
     kind: LossKind = LossKind.ce
     teacher: TeacherForm = TeacherForm.recomputed
-    chunk_mib: int = 32
+    chunk_mib: int = 64
     """Size of the float32 logits that exist at one time."""
 
     def chunk_rows(self, draft_vocab_size: int) -> int:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -39,17 +38,22 @@ class Teacher:
     cached: tuple[Tensor, Tensor] | None = None
     """Probabilities [P, W] in bfloat16 and mass [P], if they are not to be recomputed."""
 
-    def distribution(self, teacher_Q: Tensor) -> tuple[Tensor, Tensor]:
+    def distribution(self, teacher_Q: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """Some teachers' distributions.
 
+        Args:
+            teacher_Q: which.
+            out: float32 buffer of at least Q rows of W.
+
         Returns:
-            [Q, W] in float32, renormalised over the draft vocabulary, and the share [Q] of the
+            [Q, W] in the buffer, renormalised over the draft vocabulary, and the share [Q] of the
             target's probability that lies in it.
         """
+        prob_QW = out[: len(teacher_Q)]
         if self.cached is not None:
             prob_PW, mass_P = self.cached
-            return prob_PW.index_select(0, teacher_Q).float(), mass_P[teacher_Q]
-        prob_QW = F.linear(self.normed_PD.index_select(0, teacher_Q), self.lm_head_WD).float()
+            return prob_QW.copy_(prob_PW.index_select(0, teacher_Q)), mass_P[teacher_Q]
+        _product(self.normed_PD.index_select(0, teacher_Q), self.lm_head_WD, prob_QW)
         max_Q = prob_QW.amax(-1)
         torch.softmax(prob_QW, -1, out=prob_QW)
         log_mass_Q = max_Q - prob_QW.amax(-1).log() - self.logsumexp_P[teacher_Q]
@@ -60,10 +64,11 @@ class Teacher:
         num_teachers = self.normed_PD.shape[0]
         prob_PW = self.normed_PD.new_empty(num_teachers, len(self.lm_head_WD), dtype=torch.bfloat16)
         mass_P = self.logsumexp_P.new_empty(num_teachers)
+        out = mass_P.new_empty(min(chunk_rows, num_teachers), len(self.lm_head_WD))
         for start in range(0, num_teachers, chunk_rows):
             rows = slice(start, min(start + chunk_rows, num_teachers))
             teacher_Q = torch.arange(rows.start, rows.stop, device=prob_PW.device)
-            prob_PW[rows], mass_P[rows] = self.distribution(teacher_Q)
+            prob_PW[rows], mass_P[rows] = self.distribution(teacher_Q, out)
         return replace(self, cached=(prob_PW, mass_P))
 
 
@@ -217,13 +222,13 @@ class _FusedHeadLoss(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight_WD, dtype=torch.float32)
         loss_K, correct_K = torch.zeros_like(weight_K), torch.zeros_like(weight_K)
+        buffers = _buffers(rows, weight_WD)
         for chunk in _chunks(rows):
             parts = chunk.row_C.split(chunk.num_rows)
             state_CD = torch.cat([x.index_select(0, row) for x, row in zip(states, parts, strict=True)])
             final_CD, factor_C1 = rms_norm(state_CD, norm_D, eps)
-            grad_CW, loss_C, correct_C = _chunk_loss(
-                F.linear(final_CD, weight_WD).float(), teacher, chunk, weight_K, kind
-            )
+            grad_CW = _product(final_CD, weight_WD, buffers[0][: len(final_CD)])
+            loss_C, correct_C = _chunk_loss(grad_CW, teacher, chunk, weight_K, kind, buffers[1])
             loss_K.index_add_(0, chunk.step_C, loss_C)
             correct_K.index_add_(0, chunk.step_C, correct_C)
             if needs_grad:
@@ -265,11 +270,29 @@ def _chunks(rows: LossRows) -> list[_Chunk]:
     return [_Chunk(*piece) for piece in zip(*pieces, teachers, map(list, rows.num_rows), strict=True)]
 
 
+def _buffers(rows: LossRows, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the logits and the target distributions of the largest chunk.
+
+    Used again by every chunk: pages fresh from the system cost a tenth of the product.
+    """
+    num_rows = max(map(sum, rows.num_rows), default=0)
+    num_teachers = max(rows.num_teachers, default=0)
+    both = weight_WD.new_empty(num_rows + num_teachers, len(weight_WD), dtype=torch.float32)
+    return both[:num_rows], both[num_rows:]
+
+
+def _product(states_CD: Tensor, weight_WD: Tensor, out: Tensor) -> Tensor:
+    """Logits in float32, [C, W], in the buffer."""
+    if states_CD.dtype is out.dtype:
+        return torch.mm(states_CD, weight_WD.T, out=out)
+    return out.copy_(states_CD @ weight_WD.T)
+
+
 def _chunk_loss(
-    logits_CW: Tensor, teacher: Teacher, chunk: _Chunk, weight_K: Tensor, kind: LossKind
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits turned into their gradient; loss and correctness of each row as float32."""
-    prob_QW, mass_Q = teacher.distribution(chunk.teacher_Q)
+    logits_CW: Tensor, teacher: Teacher, chunk: _Chunk, weight_K: Tensor, kind: LossKind, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Turns the logits into their gradient; loss and correctness of each row as float32."""
+    prob_QW, mass_Q = teacher.distribution(chunk.teacher_Q, out)
     mass_C, weight_C = mass_Q[chunk.teacher_C], weight_K[chunk.step_C]
     wanted_C = teacher.draft_argmax_P[chunk.teacher_Q][chunk.teacher_C]
     # Of equals only the first is the argmax, but logits are never exactly equal.
@@ -282,7 +305,7 @@ def _chunk_loss(
             *(x.split(size) for x in (logits_CW, chunk.teacher_C, mass_C, weight_C)), strict=True
         )
     ]
-    return logits_CW, torch.cat(losses), correct_C.float()
+    return torch.cat(losses), correct_C.float()
 
 
 def _add_product_(total_WD: Tensor, grad_CW: Tensor, final_CD: Tensor) -> None:
