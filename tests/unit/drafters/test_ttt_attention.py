@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 
+from slipstream.drafters import ttt_attention
 from slipstream.drafters.ttt_attention import (
     AttentionRows,
     Chain,
@@ -122,3 +123,17 @@ def test_the_cuda_merge_is_differentiable_in_everything() -> None:
     found, expected = (torch.autograd.grad(x.square().sum(), leaves) for x in (merged, wanted))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cuda_backend_without_its_compiler(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole CUDA path forwards on a CPU, where FlexAttention runs eagerly and has no gradient."""
+    monkeypatch.setattr(ttt_attention, "_compiled_flex", lambda: flex_attention)
+    query, key, value, chain, rows = make_inputs(dtype)
+    chain = [Chain(*(x.detach() for x in step)) for step in chain]
+    inputs = (query.detach(), key.detach(), value.detach(), chain, rows)
+    out, wanted = ttt_attention._flex_attention(*inputs), unrolled_attention(*inputs)
+    assert out.dtype is dtype
+    tolerance = 1e-5 if dtype is torch.float32 else 0.05
+    torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
