@@ -10,7 +10,7 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 # Small machines: spinning OpenMP threads slow each other down several times.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help dev lint type test test-unit test-slow test-engines demo clean
+.PHONY: help dev lint type test test-unit test-slow test-engines demo bench clean
 
 help:
 	@echo "make demo       a real model gets a draft head, from prompts to the acceptance table"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-unit  unit tests only"
 	@echo "make test-engines  real vLLM and SGLang serve our heads (two environments, 6 GB, cached)"
 	@echo "make lint type  ruff, codespell, file checks; mypy"
+	@echo "make bench      cost of the training step; PEERS=path/to/harness.py compares, ARGS=--quick is short"
 	@echo "make dev        the environment of all these, in $(VENV)"
 	@echo "make clean      removes $(VENV) and the caches, keeps runs/"
 
@@ -81,3 +82,6 @@ test: dev
 
 demo: $(VENV)/.runtime
 	$(PYTHON) scripts/pipeline.py recipe=demo
+
+bench: $(VENV)/.runtime
+	$(PYTHON) scripts/bench.py --peers "$(PEERS)" $(ARGS)

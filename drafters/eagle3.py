@@ -60,6 +60,11 @@ class Eagle3Head(nn.Module):
         hidden: Tensor = self.fc(self.fc_input(aux_RLD))
         return hidden
 
+    def carried(self, layer_out_RD: Tensor) -> Tensor:
+        """Layer output to the state carried to the next draft step."""
+        carried: Tensor = self.norm(layer_out_RD) if self.geometry.norm_output else layer_out_RD
+        return carried
+
     def finish(self, layer_out_RD: Tensor) -> tuple[Tensor, Tensor]:
         """Layer output to (state carried to the next draft step, state the head reads)."""
         final = self.norm(layer_out_RD)
@@ -84,17 +89,17 @@ class Eagle3Head(nn.Module):
         Returns:
             Carried and final states, each [B, T, D].
         """
-        state_BTD = hidden_BTD
+        batch_size, num_new = position_BT.shape
+        state_RD, embed_RD = hidden_BTD.flatten(0, 1), embed_BTD.flatten(0, 1)
+        every_row = torch.arange(len(state_RD), device=state_RD.device)
         for i, layer in enumerate(self.decoder_layers()):
-            halves, normed_BTD = layer.embedding_halves(embed_BTD), layer.normed(state_BTD)
-            query, key, value = (
-                layer.self_attn.project(name, normed_BTD, halves.get(name)) for name in "qkv"
-            )
+            projected = layer.project("qkv", state_RD, layer.embedding_shares(embed_RD), every_row)
+            query, key, value = (x.unflatten(0, (batch_size, num_new)) for x in projected)
             query, key = self.rotary(query, position_BT), self.rotary(key, position_BT)
             attended = cached_attention(query, *cache.append(i, key, value))
-            state_BTD = layer.finish(layer.residual(state_BTD, normed_BTD), attended)
-        cache.advance(embed_BTD.shape[1])
-        return self.finish(state_BTD)
+            state_RD = layer.finish(state_RD, attended.flatten(0, 1))
+        cache.advance(num_new)
+        return self.finish(state_RD.unflatten(0, (batch_size, num_new)))
 
     @torch.no_grad()
     def initialise(self, init: Init, *, lm_head_WD: Tensor, norm_D: Tensor, seed: int) -> None:

@@ -5,12 +5,12 @@ heads, M key/value heads, H head size, P draft layers.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream.drafters.config import DraftGeometry
+from slipstream.drafters.fused import normed_projections, normed_swiglu, turn
 
 
 class Rotary(nn.Module):
@@ -26,12 +26,13 @@ class Rotary(nn.Module):
 
     def forward(self, states_RNH: Tensor, position_R: Tensor) -> Tensor:
         """Turns queries or keys to their positions; [..., N, H] and [...] of int64."""
-        flat = position_R.reshape(1, -1)
-        cos, sin = self._angles[0](states_RNH, flat)
-        cos, sin = (x.reshape(*position_R.shape, 1, -1) for x in (cos, sin))
-        first, second = states_RNH.chunk(2, dim=-1)
-        turned: Tensor = states_RNH * cos + torch.cat((-second, first), dim=-1) * sin
-        return turned
+        cos, sin = self.angles(states_RNH, position_R.reshape(1, -1))
+        return turn(states_RNH, *(x.reshape(*position_R.shape, 1, -1) for x in (cos, sin)))
+
+    def angles(self, like: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every angle, [B, T, H] each, in the type of `like`."""
+        cos, sin = self._angles[0](like, position_BT)
+        return cos, sin
 
 
 def llama_config(geometry: DraftGeometry) -> LlamaConfig:
@@ -110,22 +111,18 @@ class DraftAttention(nn.Module):
             self.q_norm = nn.RMSNorm(head_dim, eps=geometry.rms_norm_eps)
             self.k_norm = nn.RMSNorm(head_dim, eps=geometry.rms_norm_eps)
 
-    def embedding_half(self, name: str, normed_RD: Tensor) -> Tensor:
-        """Share of the embedding in projection `name` (q, k or v), [R, N*H]."""
-        return F.linear(normed_RD, self._weight(name)[:, : self.hidden_size])
+    def weights(self, names: str, *, of_embedding: bool = False) -> list[Tensor]:
+        """The part of q, k or v that reads the hidden state, or the embedding; [X, D] each."""
+        full = [self.get_parameter(f"{name}_proj.weight") for name in names]
+        width = self.hidden_size
+        return [weight[:, :width] if of_embedding else weight[:, -width:] for weight in full]
 
-    def project(self, name: str, normed_RD: Tensor, embedding_half: Tensor | None) -> Tensor:
-        """Projection `name` of some rows, [R, N, H]; `embedding_half` is theirs, in the first layer."""
-        full: Tensor = F.linear(normed_RD, self._weight(name)[:, -self.hidden_size :])
-        if embedding_half is not None:
-            full = embedding_half + full
-        heads: Tensor = full.unflatten(-1, (-1, self.head_dim))
+    def heads(self, name: str, projected_RX: Tensor) -> Tensor:
+        """Projection q, k or v as [R, N, H]."""
+        heads: Tensor = projected_RX.unflatten(-1, (-1, self.head_dim))
         if self.qk_norm and name != "v":
             heads = self.get_submodule(f"{name}_norm")(heads)
         return heads
-
-    def _weight(self, name: str) -> Tensor:
-        return self.get_parameter(f"{name}_proj.weight")
 
 
 class SwiGLU(nn.Module):
@@ -138,10 +135,16 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(hidden, wide, bias=False)
         self.down_proj = nn.Linear(wide, hidden, bias=False)
 
-    def forward(self, states_RD: Tensor) -> Tensor:
-        """[R, D] to [R, D]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(states_RD)) * self.up_proj(states_RD))
-        return out
+    def forward(self, states_RD: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """The states plus the MLP of their norm."""
+        return normed_swiglu(
+            states_RD,
+            norm.weight,
+            norm_eps(norm),
+            gate_YD=self.gate_proj.weight,
+            up_YD=self.up_proj.weight,
+            down_DY=self.down_proj.weight,
+        )
 
 
 class DraftLayer(nn.Module):
@@ -162,25 +165,50 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
         self.mlp = SwiGLU(geometry)
 
-    def embedding_halves(self, embed_RD: Tensor) -> dict[str, Tensor]:
+    def embedding_shares(self, embed_RD: Tensor) -> dict[str, Tensor]:
         """Share of the embedding in each projection; the first layer alone reads it."""
         if not self.is_first:
             return {}
-        normed_RD = self.input_layernorm(embed_RD)
-        return {name: self.self_attn.embedding_half(name, normed_RD) for name in "qkv"}
+        norm, weights = self.input_layernorm, self.self_attn.weights("qkv", of_embedding=True)
+        shares = normed_projections(embed_RD, norm.weight, norm_eps(norm), weights=weights)
+        return dict(zip("qkv", shares, strict=True))
 
-    def normed(self, hidden_RD: Tensor) -> Tensor:
-        """What q, k and v read of the layer's input."""
+    def project(
+        self, names: str, hidden_RD: Tensor, shares: dict[str, Tensor], source_R: Tensor
+    ) -> list[Tensor]:
+        """The projections `names` of some rows, [R, N, H] each.
+
+        Args:
+            names: letters out of q, k and v.
+            hidden_RD: the layer's input.
+            shares: of the embedding, see `embedding_shares`.
+            source_R: the row of the shares that each row takes.
+        """
         norm = self.hidden_norm if self.is_first else self.input_layernorm
-        normed_RD: Tensor = norm(hidden_RD)
-        return normed_RD
+        projected = normed_projections(
+            hidden_RD,
+            norm.weight,
+            norm_eps(norm),
+            weights=self.self_attn.weights(names),
+            shares=[shares[name] for name in names] if shares else (),
+            source_R=source_R if shares else None,
+        )
+        return [self.self_attn.heads(name, x) for name, x in zip(names, projected, strict=True)]
 
-    def residual(self, hidden_RD: Tensor, normed_RD: Tensor) -> Tensor:
-        """What the attention output is added to."""
-        return normed_RD if self.norm_before_residual else hidden_RD
+    def finish(self, hidden_RD: Tensor, attended_RX: Tensor) -> Tensor:
+        """Output projection, residual and MLP.
 
-    def finish(self, residual_RD: Tensor, attended_RX: Tensor) -> Tensor:
-        """Output projection, residual and MLP; `attended` is [R, N*H]."""
-        after_attention = residual_RD + self.self_attn.o_proj(attended_RX)
-        out: Tensor = after_attention + self.mlp(self.post_attention_layernorm(after_attention))
+        Args:
+            hidden_RD: the layer's input.
+            attended_RX: [R, N*H].
+        """
+        residual_RD = self.hidden_norm(hidden_RD) if self.norm_before_residual else hidden_RD
+        after_RD = torch.addmm(residual_RD, attended_RX, self.self_attn.o_proj.weight.T)
+        out: Tensor = self.mlp(after_RD, self.post_attention_layernorm)
         return out
+
+
+def norm_eps(norm: nn.RMSNorm) -> float:
+    """The eps that every norm here is made with."""
+    assert norm.eps is not None
+    return norm.eps

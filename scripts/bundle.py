@@ -81,6 +81,7 @@ def write_bundle(
 def card(geometry: DraftGeometry, *, target_name: str, recipe: Recipe) -> str:
     """The model card with the commands that serve the head."""
     kind = "EAGLE-3.1" if geometry.norm_output and geometry.fc_norm else "EAGLE-3"
+    loss = recipe.train.loss.kind.value
     return f"""---
 base_model: {target_name}
 library_name: transformers
@@ -97,7 +98,7 @@ greedy answers stay the same, token for token.
 | target | `{target_name}` |
 | captured boundaries (state entering layer b) | {list(geometry.aux_layers)} |
 | draft vocabulary | {geometry.draft_vocab_size} of {geometry.vocab_size} |
-| training | {recipe.train.epochs} epochs, K={recipe.train.unroll.num_steps}, loss {recipe.train.loss.value} |
+| training | {recipe.train.epochs} epochs, K={recipe.train.unroll.num_steps}, loss {loss} |
 
 Replace `PATH_OR_ID` by this folder or its hub id.
 {"".join(_how_to_serve(engine, target_name, recipe) for engine in recipe.export.engines)}"""

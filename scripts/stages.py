@@ -275,8 +275,7 @@ class Run:
             Unroller(
                 self._new_head(frozen, source),
                 frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
-                kind=self.recipe.train.loss,
-                chunk_rows=self.recipe.train.chunk_rows,
+                self.recipe.train.loss,
             ),
             source,
             self.recipe.train,

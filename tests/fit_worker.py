@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from slipstream.data.files import Stage
 from slipstream.train import checkpoint, engine, trainer
-from slipstream.train.config import Loss, TrainConfig, WandbConfig, WandbMode
+from slipstream.train.config import LossConfig, TrainConfig, WandbConfig, WandbMode
 from slipstream.train.ttt import Unroller
 from tests.heads import MemorySource, make_frozen, make_geometry, make_head, make_sample
 
@@ -56,7 +56,7 @@ def main() -> None:
         _kill_after(stop_after)
     dtype = getattr(torch, config.deepspeed.dtype.value)
     state = trainer.fit(
-        Unroller(head, frozen.to(device, dtype), kind=Loss.ce, chunk_rows=64),
+        Unroller(head, frozen.to(device, dtype), LossConfig()),
         MemorySource(samples[:20], samples[20:]),
         config,
         frozen=frozen,

@@ -10,7 +10,6 @@ AT_LEAST_1 = (
     "epochs",
     "tokens_per_pack",
     "packs_per_step",
-    "chunk_rows",
     "log_every",
     "validate_every",
     "validate_tokens",
@@ -29,13 +28,23 @@ class Schedule(Enum):
     constant = "constant"
 
 
-class Loss(Enum):
+class LossKind(Enum):
     """Loss of a row; formulas in `slipstream.train.losses`."""
 
     ce = "ce"
     tv = "tv"
     lk_lambda = "lk_lambda"
     lk_alpha = "lk_alpha"
+
+
+class TeacherForm(Enum):
+    """Where the target's probabilities over the draft vocabulary come from."""
+
+    cached = "cached"
+    """Made once a pack and held in bfloat16."""
+    recomputed = "recomputed"
+    """Made where a chunk of rows needs them, in float32. The rows are visited teacher by teacher,
+    so this costs hardly more and holds nothing."""
 
 
 class OutsideVocab(Enum):
@@ -66,6 +75,20 @@ class UnrollConfig:
     """Share of the rows that each step hands to the next; below 1 a step that keeps fewer rows
     weighs them more, so the expected gradient stays that of step_decay."""
     outside_vocab: OutsideVocab = OutsideVocab.drop
+
+
+@dataclass
+class LossConfig:
+    """What the head is trained for."""
+
+    kind: LossKind = LossKind.ce
+    teacher: TeacherForm = TeacherForm.recomputed
+    chunk_mib: int = 64
+    """Size of the float32 logits that exist at one time."""
+
+    def chunk_rows(self, draft_vocab_size: int) -> int:
+        """Rows whose logits fill a chunk."""
+        return max(1, (self.chunk_mib << 20) // (4 * draft_vocab_size))
 
 
 @dataclass
@@ -110,9 +133,7 @@ class TrainConfig:
     final_lr_share: float = 0.0
     """Where the schedule ends, as a share of the peak."""
     unroll: UnrollConfig = field(default_factory=UnrollConfig)
-    loss: Loss = Loss.ce
-    chunk_rows: int = 2048
-    """Rows whose logits exist at one time."""
+    loss: LossConfig = field(default_factory=LossConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     log_every: int = 10
     validate_every: int = 200
@@ -139,6 +160,8 @@ class TrainConfig:
             found.append("train.betas must hold two numbers in [0, 1)")
         if self.unroll.num_steps < 1:
             found.append("train.unroll.num_steps must be at least 1")
+        if self.loss.chunk_mib < 1:
+            found.append("train.loss.chunk_mib must be at least 1")
         for key in ("step_decay", "survival"):
             if not 0 < getattr(self.unroll, key) <= 1:
                 found.append(f"train.unroll.{key} must lie in (0, 1]")

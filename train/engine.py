@@ -105,7 +105,7 @@ class Engine:
             _parameter_groups(module, config),
             lr=config.learning_rate,
             betas=(config.betas[0], config.betas[1]),
-            fused=device.type == "cuda",
+            fused=True,  # in place; the plain one makes copies as large as the parameters
         )
         self.num_micro_batches = config.packs_per_step // world_size()
         self._engine, *_ = deepspeed.initialize(
@@ -114,6 +114,9 @@ class Engine:
             config=deepspeed_settings(config, world_size()),
             dist_init_required=False,
         )
+        if world_size() == 1 and config.deepspeed.zero_stage == 0:
+            # Nothing to reduce, yet DeepSpeed would copy all gradients into one buffer and back.
+            self._engine.enable_backward_allreduce = False
 
     def __call__(self, *inputs: Any) -> Any:
         """Forward pass."""

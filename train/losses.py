@@ -1,49 +1,148 @@
-"""Losses between draft and target distributions, and the draft head fused with them.
+"""Losses between draft and target distributions, fused with the draft head.
 
-Shapes: R rows, P teachers, D hidden size, V target vocabulary, W draft vocabulary.
+Shapes: R rows of one unroll step, X loss rows of all steps, C rows of a chunk, Q teachers of a
+chunk, P teachers of the pack, K unroll steps, D hidden size, W draft vocabulary.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from slipstream.train.config import Loss
+from slipstream.drafters.fused import apply, rms_norm, rms_norm_backward
+from slipstream.train.config import LossKind
 
 LK_ETA = 3.0
+MIN_ALPHA = 1e-6
+CACHED_ELEMENTS = 1 << 18
+"""Logits that a CPU core works on at a time, so that they stay in its cache."""
 
 
-class Teacher(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teacher:
     """What the target says about the token after each supervised token."""
 
-    prob_PW: Tensor
-    """Target distribution renormalised over the draft vocabulary."""
-    mass_P: Tensor
-    """Share of the target's probability that lies in the draft vocabulary."""
+    normed_PD: Tensor
+    """What the target's head reads."""
+    lm_head_WD: Tensor
+    """Its rows of the draft vocabulary."""
+    logsumexp_P: Tensor
+    """Of the target's logits over its whole vocabulary."""
     draft_argmax_P: Tensor
     """int64; draft id of the target's argmax, -1 outside the draft vocabulary."""
+    cached: tuple[Tensor, Tensor] | None = None
+    """Probabilities [P, W] in bfloat16 and mass [P], if they are not to be recomputed."""
+
+    def distribution(self, teacher_Q: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Some teachers' distributions.
+
+        Args:
+            teacher_Q: which.
+            out: float32 buffer of at least Q rows of W.
+
+        Returns:
+            [Q, W] in the buffer, renormalised over the draft vocabulary, and the share [Q] of the
+            target's probability that lies in it.
+        """
+        prob_QW = out[: len(teacher_Q)]
+        if self.cached is not None:
+            prob_PW, mass_P = self.cached
+            return prob_QW.copy_(prob_PW.index_select(0, teacher_Q)), mass_P[teacher_Q]
+        _product(self.normed_PD.index_select(0, teacher_Q), self.lm_head_WD, prob_QW)
+        max_Q = prob_QW.amax(-1)
+        torch.softmax(prob_QW, -1, out=prob_QW)
+        log_mass_Q = max_Q - prob_QW.amax(-1).log() - self.logsumexp_P[teacher_Q]
+        return prob_QW, log_mass_Q.exp().clamp(max=1.0)
+
+    def with_cache(self, chunk_rows: int) -> "Teacher":
+        """Makes every distribution now."""
+        num_teachers = self.normed_PD.shape[0]
+        prob_PW = self.normed_PD.new_empty(num_teachers, len(self.lm_head_WD), dtype=torch.bfloat16)
+        mass_P = self.logsumexp_P.new_empty(num_teachers)
+        out = mass_P.new_empty(min(chunk_rows, num_teachers), len(self.lm_head_WD))
+        for start in range(0, num_teachers, chunk_rows):
+            rows = slice(start, min(start + chunk_rows, num_teachers))
+            teacher_Q = torch.arange(rows.start, rows.stop, device=prob_PW.device)
+            prob_PW[rows], mass_P[rows] = self.distribution(teacher_Q, out)
+        return replace(self, cached=(prob_PW, mass_P))
 
 
-def make_teacher(
-    last_hidden_PD: Tensor,
-    *,
-    norm_D: Tensor,
-    norm_eps: float,
-    lm_head_WD: Tensor,
-    logsumexp_P: Tensor,
-    draft_argmax_P: Tensor,
-) -> Teacher:
-    """Distributions of every teacher, made once for all unroll steps."""
-    normed = F.rms_norm(last_hidden_PD, norm_D.shape, norm_D, norm_eps)
-    logits_PW = F.linear(normed, lm_head_WD).float()
-    log_mass_P = logits_PW.logsumexp(-1)
-    prob_PW = (logits_PW - log_mass_P[:, None]).exp().to(last_hidden_PD.dtype)
-    return Teacher(prob_PW, (log_mass_P - logsumexp_P).exp().clamp(max=1.0), draft_argmax_P)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossRows:
+    """The loss rows of all steps in the order in which the head visits them.
+
+    Sorted by teacher and cut into chunks: the rows that share a teacher stand together, so its
+    distribution is made once for all unroll steps. Within a chunk the rows of a step are together.
+    """
+
+    row_X: Tensor
+    """int64; place among the R rows of the step."""
+    step_X: Tensor
+    """int64; the step k."""
+    teacher_X: Tensor
+    """int64; place among the Q teachers of the chunk."""
+    teacher_Q: Tensor
+    """int64; the teachers of all chunks, one chunk after the other."""
+    num_steps: int
+    num_rows: Sequence[Sequence[int]]
+    """For each chunk the number of rows of each step."""
+    num_teachers: Sequence[int]
+    """For each chunk the number of its teachers."""
+
+    def rows_of_steps(self) -> list[int]:
+        """Number of loss rows of each step."""
+        return [sum(chunk[k] for chunk in self.num_rows) for k in range(self.num_steps)]
+
+    def to(self, device: torch.device) -> "LossRows":
+        """Moves the indices to a device."""
+        names = ("row_X", "step_X", "teacher_X", "teacher_Q")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
-def row_losses(kind: Loss, logits_RW: Tensor, prob_RW: Tensor, mass_R: Tensor) -> Tensor:
-    """Loss of each row, [R] in float32.
+def plan_loss_rows(
+    rows: Sequence[npt.NDArray[np.int64]], teachers: Sequence[npt.NDArray[np.int64]], chunk_rows: int
+) -> LossRows:
+    """Orders the loss rows.
+
+    Args:
+        rows: for each step the places of its loss rows among its R rows, ascending.
+        teachers: for each step the teacher of each of these rows.
+        chunk_rows: rows of a chunk.
+    """
+    nothing = np.empty(0, dtype=np.int64)
+    row_X, teacher_X = np.concatenate([nothing, *rows]), np.concatenate([nothing, *teachers])
+    step_X = np.repeat(np.arange(len(rows)), [len(x) for x in rows])
+    chunk_X = np.empty_like(row_X)
+    chunk_X[np.argsort(teacher_X, kind="stable")] = np.arange(len(row_X)) // chunk_rows
+    order = np.lexsort((row_X, step_X, chunk_X))
+    ends = np.cumsum(np.bincount(chunk_X))
+    local_X, teacher_Q, num_rows, num_teachers = [nothing], [nothing], [], []
+    for chunk in np.split(order, ends[:-1]) if len(order) else []:
+        unique, local = np.unique(teacher_X[chunk], return_inverse=True)
+        local_X.append(local)
+        teacher_Q.append(unique)
+        num_rows.append(np.bincount(step_X[chunk], minlength=len(rows)).tolist())
+        num_teachers.append(len(unique))
+    return LossRows(
+        row_X=torch.from_numpy(row_X[order]),
+        step_X=torch.from_numpy(step_X[order]),
+        teacher_X=torch.from_numpy(np.concatenate(local_X)),
+        teacher_Q=torch.from_numpy(np.concatenate(teacher_Q)),
+        num_steps=len(rows),
+        num_rows=num_rows,
+        num_teachers=num_teachers,
+    )
+
+
+def loss_and_gradient_(
+    kind: LossKind, logits_RW: Tensor, prob_RW: Tensor, mass_R: Tensor, weight_R: Tensor
+) -> Tensor:
+    """Loss of each row, [R]; turns the float32 logits into weight times their gradient, in place.
 
     * ce: -sum p log q with p renormalised on the draft vocabulary (EAGLE-3, forward KL up to a
       constant).
@@ -52,22 +151,37 @@ def row_losses(kind: Loss, logits_RW: Tensor, prob_RW: Tensor, mass_R: Tensor) -
     * lk_alpha: -log alpha (2602.23881).
 
     alpha = sum_v min(p, q) is the chance that a draft token is accepted, p being the target's
-    probability without renormalisation.
+    probability without renormalisation. With A = sum of q where q < p, the gradients are
+    d ce / dz = q - p and d alpha / dz = q (1[q < p] - A).
     """
-    log_q = torch.log_softmax(logits_RW.float(), dim=-1)
-    prob_RW = prob_RW.float()
-    cross_entropy_R: Tensor = -(prob_RW * log_q).sum(-1)
-    if kind is Loss.ce:
+    cross_entropy_R = -(logits_RW * prob_RW).sum(-1)
+    max_R = logits_RW.amax(-1)
+    draft_RW = torch.softmax(logits_RW, -1, out=logits_RW)
+    sum_R = prob_RW.sum(-1)  # not exactly 1 when p was held in bfloat16
+    cross_entropy_R += (max_R - draft_RW.amax(-1).log()) * sum_R
+    if kind is LossKind.ce:
+        draft_RW.mul_((sum_R * weight_R)[:, None]).addcmul_(prob_RW, weight_R[:, None], value=-1)
         return cross_entropy_R
-    alpha_R: Tensor = torch.minimum(prob_RW * mass_R[:, None], log_q.exp()).sum(-1)
-    if kind is Loss.tv:
-        return 1 - alpha_R
-    if kind is Loss.lk_alpha:
-        return -alpha_R.clamp_min(1e-6).log()
-    entropy_R = -torch.special.xlogy(prob_RW, prob_RW).sum(-1)
-    weight_R = torch.exp(-LK_ETA * alpha_R.detach())
-    hybrid_R: Tensor = weight_R * (cross_entropy_R - entropy_R) - (1 - weight_R) * (alpha_R - 1)
-    return hybrid_R
+    full_RW = prob_RW * mass_R[:, None]
+    below_RW = draft_RW < full_RW
+    alpha_R = torch.minimum(draft_RW, full_RW).sum(-1)
+    share_R = torch.mul(draft_RW, below_RW, out=full_RW).sum(-1)
+    on_entropy_R = torch.zeros_like(alpha_R)
+    if kind is LossKind.tv:
+        loss_R, on_alpha_R = 1 - alpha_R, torch.ones_like(alpha_R)
+    elif kind is LossKind.lk_alpha:
+        loss_R = -alpha_R.clamp_min(MIN_ALPHA).log()
+        on_alpha_R = (alpha_R >= MIN_ALPHA) / alpha_R.clamp_min(MIN_ALPHA)
+    else:
+        entropy_R = -torch.special.xlogy(prob_RW, prob_RW).sum(-1)
+        on_entropy_R = torch.exp(-LK_ETA * alpha_R)
+        on_alpha_R = 1 - on_entropy_R
+        loss_R = on_entropy_R * (cross_entropy_R - entropy_R) + on_alpha_R * (1 - alpha_R)
+    on_entropy_R, on_alpha_R = on_entropy_R * weight_R, on_alpha_R * weight_R
+    draft_RW.mul_((on_entropy_R * sum_R + on_alpha_R * share_R)[:, None])
+    draft_RW.addcmul_(full_RW, on_alpha_R[:, None], value=-1)
+    draft_RW.addcmul_(prob_RW, on_entropy_R[:, None], value=-1)
+    return loss_R
 
 
 class HeadLoss(NamedTuple):
@@ -75,81 +189,158 @@ class HeadLoss(NamedTuple):
 
     total: Tensor
     """Weighted sum over the rows, differentiable."""
-    loss_R: Tensor
-    """Loss of each row."""
-    correct_R: Tensor
-    """bool; the draft argmax is the target argmax."""
+    loss_K: Tensor
+    """Sum of the row losses of each step."""
+    correct_K: Tensor
+    """Rows whose draft argmax is the target argmax."""
 
 
 class _FusedHeadLoss(torch.autograd.Function):
-    """Head, loss and their gradients in one pass over row chunks.
+    """Final norm, head, loss and their gradients in one pass over row chunks.
 
-    Logits exist for one chunk at a time and are never needed again: the gradients with respect to
-    the rows and the weight are made in the forward pass and scaled in the backward pass.
+    Logits exist for one chunk at a time and turn into their own gradient: the gradients with
+    respect to the states and the weights are made in the forward pass and scaled in the backward
+    pass.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        final_RD: Tensor,
+        norm_D: Tensor,
         weight_WD: Tensor,
+        eps: float,
         teacher: Teacher,
-        teacher_R: Tensor,
-        row_weight_R: Tensor,
-        kind: Loss,
-        chunk_rows: int,
+        rows: LossRows,
+        weight_K: Tensor,
+        kind: LossKind,
+        *states: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        needs_grad = final_RD.requires_grad
-        grad_final = torch.empty_like(final_RD) if needs_grad else None
-        grad_weight = torch.zeros_like(weight_WD, dtype=torch.float32) if needs_grad else None
-        losses, correct = [], []
-        for start in range(0, max(final_RD.shape[0], 1), chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            index = teacher_R[rows]
-            with torch.set_grad_enabled(needs_grad):
-                logits = F.linear(final_RD[rows].detach(), weight_WD.detach()).requires_grad_(needs_grad)
-                loss = row_losses(kind, logits, teacher.prob_PW[index], teacher.mass_P[index])
-            losses.append(loss.detach())
-            correct.append(logits.detach().argmax(-1) == teacher.draft_argmax_P[index])
-            if grad_final is not None and grad_weight is not None:
-                (grad_logits,) = torch.autograd.grad(loss, logits, row_weight_R[rows])
-                grad_final[rows] = grad_logits @ weight_WD
-                grad_weight += grad_logits.T @ final_RD[rows]
-        loss_R = torch.cat(losses)
-        if grad_final is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_final, grad_weight.to(weight_WD.dtype))
-        ctx.mark_non_differentiable(loss_R)
-        return (loss_R * row_weight_R).sum(), loss_R, torch.cat(correct)
+        needs_grad = any(ctx.needs_input_grad)
+        grads = [torch.zeros_like(state) for state in states] if needs_grad else []
+        grad_norm = torch.zeros_like(norm_D, dtype=torch.float32)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight_WD, dtype=torch.float32)
+        loss_K, correct_K = torch.zeros_like(weight_K), torch.zeros_like(weight_K)
+        buffers = _buffers(rows, weight_WD)
+        for chunk in _chunks(rows):
+            parts = chunk.row_C.split(chunk.num_rows)
+            state_CD = torch.cat([x.index_select(0, row) for x, row in zip(states, parts, strict=True)])
+            final_CD, factor_C1 = rms_norm(state_CD, norm_D, eps)
+            grad_CW = _product(final_CD, weight_WD, buffers[0][: len(final_CD)])
+            loss_C, correct_C = _chunk_loss(grad_CW, teacher, chunk, weight_K, kind, buffers[1])
+            loss_K.index_add_(0, chunk.step_C, loss_C)
+            correct_K.index_add_(0, chunk.step_C, correct_C)
+            if needs_grad:
+                grad_CW = grad_CW.to(weight_WD.dtype)
+                grad_CD, grad_scale = rms_norm_backward(grad_CW @ weight_WD, state_CD, norm_D, factor_C1)
+                grad_norm += grad_scale
+                for grad, row, part in zip(grads, parts, grad_CD.split(chunk.num_rows), strict=True):
+                    grad.index_copy_(0, row, part)
+            if grad_weight is not None:
+                _add_product_(grad_weight, grad_CW, final_CD)
+        ctx.grads = (grad_norm.to(norm_D.dtype), grad_weight, grads)
+        ctx.dtype = weight_WD.dtype
+        ctx.mark_non_differentiable(loss_K, correct_K)
+        return (loss_K * weight_K).sum(), loss_K, correct_K
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_final, grad_weight = ctx.saved_tensors
-        return grad_final * grad_total, grad_weight * grad_total, None, None, None, None, None
+        grad_norm, grad_weight, grads = ctx.grads
+        ctx.grads = None  # scaled in place and handed over: nothing is copied
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad_total).to(ctx.dtype)
+        scaled = [grad.mul_(grad_total) for grad in grads]
+        return grad_norm * grad_total, grad_weight, None, None, None, None, None, *scaled
+
+
+class _Chunk(NamedTuple):
+    row_C: Tensor
+    step_C: Tensor
+    teacher_C: Tensor
+    teacher_Q: Tensor
+    num_rows: list[int]
+
+
+def _chunks(rows: LossRows) -> list[_Chunk]:
+    sizes = [sum(num) for num in rows.num_rows]
+    pieces = (rows.row_X.split(sizes), rows.step_X.split(sizes), rows.teacher_X.split(sizes))
+    teachers = rows.teacher_Q.split(list(rows.num_teachers))
+    return [_Chunk(*piece) for piece in zip(*pieces, teachers, map(list, rows.num_rows), strict=True)]
+
+
+def _buffers(rows: LossRows, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the logits and the target distributions of the largest chunk.
+
+    Used again by every chunk: pages fresh from the system cost a tenth of the product.
+    """
+    num_rows = max(map(sum, rows.num_rows), default=0)
+    num_teachers = max(rows.num_teachers, default=0)
+    both = weight_WD.new_empty(num_rows + num_teachers, len(weight_WD), dtype=torch.float32)
+    return both[:num_rows], both[num_rows:]
+
+
+def _product(states_CD: Tensor, weight_WD: Tensor, out: Tensor) -> Tensor:
+    """Logits in float32, [C, W], in the buffer."""
+    if states_CD.dtype is out.dtype:
+        return torch.mm(states_CD, weight_WD.T, out=out)
+    return out.copy_(states_CD @ weight_WD.T)
+
+
+def _chunk_loss(
+    logits_CW: Tensor, teacher: Teacher, chunk: _Chunk, weight_K: Tensor, kind: LossKind, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Turns the logits into their gradient; loss and correctness of each row as float32."""
+    prob_QW, mass_Q = teacher.distribution(chunk.teacher_Q, out)
+    mass_C, weight_C = mass_Q[chunk.teacher_C], weight_K[chunk.step_C]
+    wanted_C = teacher.draft_argmax_P[chunk.teacher_Q][chunk.teacher_C]
+    # Of equals only the first is the argmax, but logits are never exactly equal.
+    at_wanted_C = logits_CW.gather(1, wanted_C.clamp_min(0)[:, None])[:, 0]
+    correct_C = (wanted_C >= 0) & (at_wanted_C >= logits_CW.amax(-1))
+    size = len(logits_CW) if logits_CW.is_cuda else max(1, CACHED_ELEMENTS // logits_CW.shape[1])
+    losses = [
+        loss_and_gradient_(kind, logits, prob_QW.index_select(0, index), mass, weight)
+        for logits, index, mass, weight in zip(
+            *(x.split(size) for x in (logits_CW, chunk.teacher_C, mass_C, weight_C)), strict=True
+        )
+    ]
+    return torch.cat(losses), correct_C.float()
+
+
+def _add_product_(total_WD: Tensor, grad_CW: Tensor, final_CD: Tensor) -> None:
+    """Accumulates the weight's gradient in float32."""
+    if final_CD.dtype is total_WD.dtype:
+        total_WD.addmm_(grad_CW.T, final_CD)
+    else:
+        total_WD += grad_CW.T @ final_CD
 
 
 def head_loss(
-    final_RD: Tensor,
+    states: Sequence[Tensor],
+    norm_D: Tensor,
+    norm_eps: float,
     weight_WD: Tensor,
     teacher: Teacher,
+    rows: LossRows,
     *,
-    teacher_R: Tensor,
-    row_weight_R: Tensor,
-    kind: Loss,
-    chunk_rows: int,
+    weight_K: Tensor,
+    kind: LossKind,
 ) -> HeadLoss:
-    """Draft head and weighted loss of R rows without ever holding R x W logits.
+    """Final norm, draft head and weighted loss without ever holding more than a chunk of logits.
 
     Args:
-        final_RD: states the head reads.
+        states: for each step the layer outputs [R, D].
+        norm_D: final norm.
+        norm_eps: of it.
         weight_WD: the head.
         teacher: of the pack.
-        teacher_R: teacher index of each row.
-        row_weight_R: float32 factor of each row in the total.
+        rows: which rows carry loss.
+        weight_K: float32 factor in the total of the rows of each step.
         kind: which loss.
-        chunk_rows: rows whose logits exist at one time.
     """
     return HeadLoss(
-        *_FusedHeadLoss.apply(  # type: ignore[no-untyped-call]
-            final_RD, weight_WD, teacher, teacher_R, row_weight_R, kind, chunk_rows
+        *apply(
+            _FusedHeadLoss, norm_D, weight_WD, norm_eps, teacher, rows, weight_K[: len(states)], kind, *states
         )
     )

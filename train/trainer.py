@@ -116,6 +116,7 @@ def fit(
         seed=seed,
         pin_memory=device.type == "cuda",
     )
+    chunk_rows = config.loss.chunk_rows(len(frozen.lm_head_WD))
     decay_K = torch.arange(config.unroll.num_steps)
     decay_K = (config.unroll.step_decay / config.unroll.survival) ** decay_K.double()
     seconds_before, start = state.seconds, time.monotonic()
@@ -125,7 +126,10 @@ def fit(
             # Data: this rank's packs, and which of their rows each unroll step computes.
             with reporter.waiting():
                 packs = feeder.step_packs()
-            plans = [plan_unroll(p, draft_ids_V=frozen.draft_ids_V, config=config.unroll) for p in packs]
+            plans = [
+                plan_unroll(p, draft_ids_V=frozen.draft_ids_V, config=config.unroll, chunk_rows=chunk_rows)
+                for p in packs
+            ]
             # Loss: a sum over rows divided by the global count, whatever rank holds them.
             count_K = torch.stack([plan.count_K for plan in plans]).sum(0)
             count_K = distributed.sum_over_ranks(count_K.to(device, torch.float32)).cpu()
@@ -172,11 +176,11 @@ def validate(
     rows = [row for row, tokens in zip(rows, reached, strict=True) if tokens <= config.validate_tokens]
     steps = plan_epoch(rows, tokens_per_pack=config.tokens_per_pack, packs_per_step=1, seed=seed, epoch=0)
     dtype = torch.bfloat16 if config.deepspeed.dtype is Dtype.bfloat16 else torch.float32
-    unroll = replace(config.unroll, survival=1.0)
+    unroll, chunk_rows = replace(config.unroll, survival=1.0), config.loss.chunk_rows(len(frozen.lm_head_WD))
     sums = StepSums(unroll.num_steps, device)
     weight_K = torch.zeros(unroll.num_steps, device=device)
     for packs in steps[distributed.rank() :: distributed.world_size()]:
         batch = pack([align(source.load(i), seed=seed, epoch=0) for i in packs[0]])
-        plan = plan_unroll(batch, draft_ids_V=frozen.draft_ids_V, config=unroll)
+        plan = plan_unroll(batch, draft_ids_V=frozen.draft_ids_V, config=unroll, chunk_rows=chunk_rows)
         sums.add(engine(batch.to(device, dtype), plan.to(device), weight_K))
     return sums.take()

@@ -7,7 +7,7 @@ from slipstream.data.batches import align, pack
 from slipstream.data.types import HiddenStateSample
 from slipstream.drafters.config import Init
 from slipstream.drafters.eagle3 import Eagle3Head
-from slipstream.train.config import Loss, UnrollConfig
+from slipstream.train.config import LossConfig, UnrollConfig
 from slipstream.train.ttt import Unroller, plan_unroll
 from slipstream.train.warm_start import regression_start
 from tests.heads import MemorySource, make_frozen, make_geometry
@@ -47,8 +47,8 @@ def test_a_linear_target_is_drafted_at_once(flags: dict[str, object]) -> None:
     head = Eagle3Head(geometry)
     head.initialise(Init.regression, lm_head_WD=frozen.lm_head_WD, norm_D=frozen.norm_D, seed=0)
     batch = pack([align(source.load(f"v{i}"), seed=0, epoch=0) for i in range(20)])
-    plan = plan_unroll(batch, draft_ids_V=frozen.draft_ids_V, config=UnrollConfig(num_steps=1))
-    unroller = Unroller(head, frozen, kind=Loss.ce, chunk_rows=64)
+    plan = plan_unroll(batch, draft_ids_V=frozen.draft_ids_V, config=UnrollConfig(num_steps=1), chunk_rows=64)
+    unroller = Unroller(head, frozen, LossConfig())
 
     def accept_rate() -> float:
         output = unroller(batch, plan, torch.ones(1))
