@@ -71,7 +71,12 @@ class Eagle3Head(nn.Module):
         return out
 
     def forward(
-        self, embed_BTD: Tensor, hidden_BTD: Tensor, position_BT: Tensor, cache: DraftCache
+        self,
+        embed_BTD: Tensor,
+        hidden_BTD: Tensor,
+        position_BT: Tensor,
+        cache: DraftCache,
+        visible_TS: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs T new rows over the cache, which takes their keys and values.
 
@@ -80,6 +85,7 @@ class Eagle3Head(nn.Module):
             hidden_BTD: fused target states, or the carried state of the row before.
             position_BT: rotary positions.
             cache: what this head has seen of the same sequences.
+            visible_TS: bool; which cached rows, these included, each row sees; None: all before it.
 
         Returns:
             Carried and final states, each [B, T, D].
@@ -91,7 +97,7 @@ class Eagle3Head(nn.Module):
                 layer.self_attn.project(name, normed_BTD, halves.get(name)) for name in "qkv"
             )
             query, key = self.rotary(query, position_BT), self.rotary(key, position_BT)
-            attended = cached_attention(query, *cache.append(i, key, value))
+            attended = cached_attention(query, *cache.append(i, key, value), visible_TS)
             state_BTD = layer.finish(layer.residual(state_BTD, normed_BTD), attended)
         cache.advance(embed_BTD.shape[1])
         return self.finish(state_BTD)

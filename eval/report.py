@@ -1,12 +1,52 @@
-"""Shows an acceptance report on the terminal."""
+"""Shows a measurement on the terminal."""
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from slipstream.eval.acceptance import AcceptanceReport
+from slipstream.eval.breakdown import Tau
+from slipstream.eval.comparison import Comparison
 
 MAX_MISMATCHES = 5
 """Ids shown of the prompts whose answers differ."""
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Prints one drafter in full, or several side by side and by suite."""
+    if len(comparison.reports) == 1:
+        print_report(comparison.first, console)
+    else:
+        console.print(_side_by_side(comparison))
+    suites = next(iter(comparison.breakdowns.values())).by_suite
+    if len(suites) > 1:
+        table = Table("suite", *comparison.breakdowns, title="tau by suite, with its 95 % interval")
+        for suite in suites:
+            table.add_row(suite, *(_interval(b.by_suite[suite]) for b in comparison.breakdowns.values()))
+        console.print(table)
+
+
+def _side_by_side(comparison: Comparison) -> Table:
+    first = comparison.first
+    title = f"{first.prompts:,} prompts, {first.new_tokens:,} tokens by each"
+    columns = ("tau (95 %)", "drafted/round", "tokens/s", "speed-up", "overhead")
+    table = Table("drafter", *(Column(c, justify="right") for c in columns), "lossless", title=title)
+    plain = [f"{first.baseline_tokens_per_second:,.1f}", "1.00x", "", ""]
+    table.add_row("autoregressive", "1.000", "0.0", *plain)
+    for name, report in comparison.reports.items():
+        table.add_row(
+            name,
+            _interval(comparison.breakdowns[name].overall),
+            f"{report.drafted / max(report.rounds, 1):.1f}",
+            f"{report.tokens_per_second:,.1f}",
+            f"{report.speedup:.2f}x",
+            f"{comparison.overheads[name]:.1%}",
+            _lossless(report),
+        )
+    return table
+
+
+def _interval(tau: Tau) -> str:
+    return f"{tau.tau:.3f} ({tau.low:.2f}-{tau.high:.2f})"
 
 
 def print_report(report: AcceptanceReport, console: Console) -> None:
@@ -42,9 +82,9 @@ def print_report(report: AcceptanceReport, console: Console) -> None:
 
 def _lossless(report: AcceptanceReport) -> str:
     if report.lossless is None:
-        return "not compared (sampled answers differ by chance; the verifier has its own test)"
+        return "not compared (sampled answers differ by chance: see eval.lossless)"
     if report.lossless:
-        return "yes"
+        return f"yes, but for {report.near_ties} near-ties" if report.near_ties else "yes"
     shown = ", ".join(report.mismatches[:MAX_MISMATCHES])
     more = ", ..." if len(report.mismatches) > MAX_MISMATCHES else ""
     return f"NO: {len(report.mismatches)} answers differ ({shown}{more})"

@@ -1,4 +1,4 @@
-"""Acceptance length of the exported head: `scripts/evaluate.py recipe=NAME eval.num_draft_tokens=K`."""
+"""Every way to draft on the same prompts: `scripts/evaluate.py recipe=NAME eval.drafter=[head,head:tree]`."""
 
 from rich.console import Console
 
@@ -9,9 +9,9 @@ from slipstream.scripts.stages import Run
 
 def evaluate(recipe: Recipe) -> None:
     """Measures and prints the table."""
-    from slipstream.eval.report import print_report
+    from slipstream.eval.report import print_comparison
 
-    print_report(Run(recipe).evaluate(), Console())
+    print_comparison(Run(recipe).evaluate(), Console())
 
 
 main = command(evaluate)

@@ -29,7 +29,7 @@ def pipeline(recipe: Recipe) -> None:
     if recipe.plan:
         print_plan(run)
         return
-    from slipstream.eval.report import print_report
+    from slipstream.eval.report import print_comparison
 
     path = run.folder / SECONDS
     seconds: dict[str, float] = read_json(path) if path.exists() else {}
@@ -44,8 +44,8 @@ def pipeline(recipe: Recipe) -> None:
         if not done:
             seconds = spent
             write_json(path, seconds)
-    print_report(report, Console())
-    print(json.dumps(summary(run, report, seconds)))
+    print_comparison(report, Console())
+    print(json.dumps(summary(run, report.first, seconds)))
 
 
 def _train_on_all_gpus(run: Run) -> None:

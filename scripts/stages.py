@@ -15,13 +15,14 @@ from omegaconf import OmegaConf
 from slipstream.data.files import Stage, is_complete, stage_fingerprint, value_hash
 from slipstream.data.progress import is_main_process
 from slipstream.drafters.config import DraftGeometry, Engine, Init, resolve_geometry, sglang_refusals
+from slipstream.eval.config import EvalConfig, as_list
 from slipstream.recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from slipstream.data.cache import HiddenStateCache
     from slipstream.data.target.resolve import Target
     from slipstream.data.types import Conversation
-    from slipstream.eval.acceptance import AcceptanceReport
+    from slipstream.eval.comparison import Comparison
     from slipstream.train.ttt import FrozenTarget
 
 NOT_IDENTITY = ("wandb", "log_every", "validate_every", "validate_tokens", "save_every", "keep_checkpoints")
@@ -190,21 +191,23 @@ class Run:
         stage.complete(names)
 
     def held_out(self) -> "list[Conversation]":
-        """The prompts that the head is measured on."""
-        from slipstream.data.config import PromptsConfig
-        from slipstream.data.conversations import load_prompts
+        """The prompts that the head is measured on, of all suites."""
+        return [prompt for prompts in self.suites().values() for prompt in prompts]
 
-        config = self.recipe.eval
-        conversations, _ = load_prompts(PromptsConfig(paths=list(config.prompts), limit=config.limit))
-        return conversations
+    def suites(self) -> "dict[str, list[Conversation]]":
+        """The same by suite."""
+        from slipstream.eval.suites import load_suites
 
-    def evaluate(self) -> "AcceptanceReport":
-        """Measures the exported bundle with the built-in decoder."""
-        from slipstream.eval.acceptance import measure
+        return load_suites(self.recipe.eval)
 
-        self.require("export")
+    def evaluate(self) -> "Comparison":
+        """Measures the exported bundle, and what else eval.drafter names, with the built-in decoder."""
+        from slipstream.eval.comparison import measure
+
+        if uses_export(self.recipe.eval):
+            self.require("export")
         folders = self.path("export"), self.path("evaluation")
-        return measure(self.target, folders[0], self.recipe.eval, self.held_out(), folders[1])
+        return measure(self.target, folders[0], self.recipe.eval, self.suites(), folders[1])
 
     def stages(self) -> dict[str, Callable[[], Any]]:
         """Every stage in order, by the name of its folder."""
@@ -266,6 +269,12 @@ class Run:
         if self.recipe.drafter.init is Init.regression:
             regression_start(head, source, frozen, num_documents=REGRESSION_DOCUMENTS)
         return head
+
+
+def uses_export(config: EvalConfig) -> bool:
+    """Whether an entry of eval.drafter reads this run's own bundle."""
+    without = ("prompt_lookup", "autoregressive")
+    return any("@" not in entry and entry not in without for entry in as_list(config.drafter))
 
 
 def plain(config: Any) -> dict[str, Any]:
