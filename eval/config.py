@@ -50,6 +50,11 @@ class EvalConfig:
     """0 is greedy; above, lossless speculative sampling."""
     top_p: float = 1.0
     top_k: int = 0
+    lossless: bool = False
+    """Also test sampled answers against plain sampling (`slipstream.eval.lossless`)."""
+    lossless_prompts: int = 3
+    lossless_samples: int = 400
+    """Answers to each of the prompts, with and without each drafter."""
 
     def problems(self) -> list[str]:
         """Every mistake in these settings, one line each."""
@@ -57,6 +62,8 @@ class EvalConfig:
         for key in ("drafter", "suite", "path"):
             if any(not isinstance(entry, str) for entry in as_list(getattr(self, key))):
                 found.append(f"eval.{key} must be a name or a list of names")
+        if self.lossless and self.temperature == 0:
+            found.append("eval.lossless=true compares sampled answers: set eval.temperature above 0")
         if not as_list(self.drafter):
             found.append("eval.drafter is empty: eval.drafter=head measures the exported head")
         if self.num_draft_tokens < 1:

@@ -1,11 +1,15 @@
 """Shows a measurement on the terminal."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Column, Table
 
 from slipstream.eval.acceptance import AcceptanceReport
 from slipstream.eval.breakdown import Tau
 from slipstream.eval.comparison import Comparison
+from slipstream.eval.lossless import Proof
+from slipstream.eval.page import html_table
 
 MAX_MISMATCHES = 5
 """Ids shown of the prompts whose answers differ."""
@@ -88,3 +92,27 @@ def _lossless(report: AcceptanceReport) -> str:
     shown = ", ".join(report.mismatches[:MAX_MISMATCHES])
     more = ", ..." if len(report.mismatches) > MAX_MISMATCHES else ""
     return f"NO: {len(report.mismatches)} answers differ ({shown}{more})"
+
+
+def proof_rows(proofs: Sequence[Proof], console: Console) -> str:
+    """Prints the tests of sampled answers; returns the same table as HTML."""
+    head = ("drafter", "samples", "accepted drafts", "looks", "smallest p", "largest TV / band", "lossless")
+    rows = []
+    for proof in proofs:
+        widest = max(proof.looks, key=lambda look: look.total_variation / max(look.band, 1e-9))
+        rows.append(
+            (
+                proof.drafter,
+                str(proof.samples),
+                str(proof.accepted_drafts),
+                str(len(proof.looks)),
+                f"{min(look.p_value for look in proof.looks):.3g}",
+                f"{widest.total_variation:.3f} / {widest.band:.3f}",
+                "yes" if proof.lossless else "NO",
+            )
+        )
+    table = Table(*head, title="Sampled answers against plain sampling")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    return html_table(head, rows)

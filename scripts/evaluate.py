@@ -1,17 +1,74 @@
 """Every way to draft on the same prompts: `scripts/evaluate.py recipe=NAME eval.drafter=[head,head:tree]`."""
 
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 
+from slipstream.data.files import write_json, write_text
+from slipstream.eval.config import EvalConfig
 from slipstream.recipes.schema import Recipe
 from slipstream.scripts.cli import command
 from slipstream.scripts.stages import Run
 
+if TYPE_CHECKING:
+    from slipstream.eval.drafters.registry import Contender
+
+REPORT, LOSSLESS = "report.html", "lossless.json"
+
 
 def evaluate(recipe: Recipe) -> None:
-    """Measures and prints the table."""
+    """Measures, prints the table and writes report.html.
+
+    Raises:
+        ValueError: bad input, or a drafter whose sampled answers differ from the target's.
+    """
+    from slipstream.eval.page import page
     from slipstream.eval.report import print_comparison
 
-    print_comparison(Run(recipe).evaluate(), Console())
+    run, console = Run(recipe), Console()
+    comparison = run.evaluate()
+    print_comparison(comparison, console)
+    folder = run.path("evaluation")
+    extra: dict[str, str] = {}
+    failed = prove_lossless(run, folder, console, extra) if recipe.eval.lossless else []
+    title = f"Drafting for {recipe.target.name}"
+    text = page(comparison, title=title, tokenizer=run.target.tokenizer(), extra=extra)
+    write_text(folder / REPORT, text)
+    console.print(f"report: {folder / REPORT}", highlight=False)
+    if failed:
+        raise ValueError(
+            f"sampled answers differ from the target's: {', '.join(failed)} ({folder / LOSSLESS})"
+        )
+
+
+def contenders(run: Run) -> "list[Contender]":
+    """What eval.drafter names, without plain decoding."""
+    from slipstream.eval.config import as_list
+    from slipstream.eval.drafters.registry import BASELINE, make_contender
+
+    config: EvalConfig = run.recipe.eval
+    return [
+        make_contender(entry, target=run.target, export=run.path("export"), config=config)
+        for entry in as_list(config.drafter)
+        if entry != BASELINE
+    ]
+
+
+def prove_lossless(run: Run, folder: Path, console: Console, extra: dict[str, str]) -> list[str]:
+    """Tests every drafter by sampling; returns those that fail."""
+    from slipstream.eval.lossless import prove
+    from slipstream.eval.report import proof_rows
+    from slipstream.eval.verify import Sampling
+
+    config = run.recipe.eval
+    sampling = Sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+    prompts = run.held_out()[: config.lossless_prompts]
+    proofs = prove(run.target, contenders(run), prompts, sampling, config.lossless_samples)
+    write_json(folder / LOSSLESS, [dataclasses.asdict(proof) for proof in proofs])
+    extra["Sampled answers"] = proof_rows(proofs, console)
+    return [proof.drafter for proof in proofs if not proof.lossless]
 
 
 main = command(evaluate)
