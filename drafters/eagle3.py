@@ -85,7 +85,8 @@ class Eagle3Head(nn.Module):
             hidden_BTD: fused target states, or the carried state of the row before.
             position_BT: rotary positions.
             cache: what this head has seen of the same sequences.
-            visible_TS: bool; which cached rows, these included, each row sees; None: all before it.
+            visible_TS: bool, or with leading axes [B, 1]; which cached rows, these included, each row sees;
+                None: all before it.
 
         Returns:
             Carried and final states, each [B, T, D].
