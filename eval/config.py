@@ -50,8 +50,10 @@ class EvalConfig:
     """0 is greedy; above, lossless speculative sampling."""
     top_p: float = 1.0
     top_k: int = 0
-    batch_sizes: list[int] = field(default_factory=list)
-    """Also serve batches of these sizes, with and without the head: where speculation stops to pay."""
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
+    """Requests at a time of scripts/load.py."""
+    metrics_port: int = 0
+    """Where Prometheus finds the running evaluation's metrics; 0: nowhere."""
     lossless: bool = False
     """Also test sampled answers against plain sampling (`slipstream.eval.lossless`)."""
     lossless_prompts: int = 3
@@ -66,7 +68,7 @@ class EvalConfig:
                 found.append(f"eval.{key} must be a name or a list of names")
         if self.lossless and self.temperature == 0:
             found.append("eval.lossless=true compares sampled answers: set eval.temperature above 0")
-        if min(self.batch_sizes, default=1) < 1:
+        if min(self.batch_sizes, default=0) < 1:
             found.append("eval.batch_sizes must hold sizes of at least 1")
         if not as_list(self.drafter):
             found.append("eval.drafter is empty: eval.drafter=head measures the exported head")

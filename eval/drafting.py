@@ -115,8 +115,9 @@ class Draw:
 class ModelDrafter:
     """A draft model whose proposals have a given shape."""
 
-    def __init__(self, model: DraftModel, shape: Shape) -> None:
-        self.model, self._shape = model, shape
+    def __init__(self, model: DraftModel, shape: Shape, max_depth: int | None = None) -> None:
+        """Drafts no deeper than `max_depth`, if the model has a limit."""
+        self.model, self._shape, self._max_depth = model, shape, max_depth
         self.aux_layers: tuple[int, ...] = model.aux_layers
 
     def start(
@@ -129,4 +130,5 @@ class ModelDrafter:
     def propose(self, next_ids_T: Tensor, aux_LTD: Sequence[Tensor], num_tokens: int) -> Draft:
         """See `Drafter`."""
         logits_1W = self.model.commit(next_ids_T, aux_LTD)
+        num_tokens = min(num_tokens, self._max_depth or num_tokens)
         return self._shape.grow(self.model, logits_1W, num_tokens, self._draw)

@@ -44,7 +44,7 @@ def _side_by_side(comparison: Comparison) -> Table:
             f"{report.tokens_per_second:,.1f}",
             f"{report.speedup:.2f}x",
             f"{comparison.overheads[name]:.1%}",
-            _lossless(report),
+            "sampled" if report.lossless is None else _lossless(report),
         )
     return table
 

@@ -127,7 +127,6 @@ class Run:
     def train(self) -> None:
         """Trains the head; under torchrun every rank calls this."""
         from slipstream.train import engine, trainer
-        from slipstream.train.ttt import Unroller
 
         self._prepare_data()
         stage = Stage(self.path("train"), "train", self._train_settings())
@@ -142,11 +141,9 @@ class Run:
         frozen = self._frozen_target()
         source = HiddenStateCache(self.path("hidden_states"))
         state = trainer.fit(
-            Unroller(
+            self._unroller(
                 self._new_head(frozen, source),
                 frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
-                kind=self.recipe.train.loss,
-                chunk_rows=self.recipe.train.chunk_rows,
             ),
             source,
             self.recipe.train,
@@ -206,8 +203,15 @@ class Run:
 
         if uses_export(self.recipe.eval):
             self.require("export")
-        folders = self.path("export"), self.path("evaluation")
-        return measure(self.target, folders[0], self.recipe.eval, self.suites(), folders[1])
+        config, folders = self.recipe.eval, (self.path("export"), self.path("evaluation"))
+        observe = None
+        if config.metrics_port:
+            from slipstream.eval.metrics import Metrics
+
+            metrics = Metrics()
+            metrics.serve(config.metrics_port)
+            observe = metrics.observe
+        return measure(self.target, folders[0], config, self.suites(), folders[1], observe)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
         """Every stage in order, by the name of its folder."""
@@ -255,6 +259,18 @@ class Run:
             draft_ids_V=vocab_map.draft_ids_V,
         )
 
+    def _unroller(self, head: Any, frozen: "FrozenTarget") -> Any:
+        """The module that is trained."""
+        from slipstream.train.rivals import Eagle1Unroller, MedusaUnroller
+        from slipstream.train.ttt import Unroller
+
+        kind, train = self.recipe.drafter.kind, self.recipe.train
+        if kind == "eagle1":
+            return Eagle1Unroller(head, frozen)
+        if kind == "medusa":
+            return MedusaUnroller(head, frozen, survival=train.unroll.survival)
+        return Unroller(head, frozen, kind=train.loss, chunk_rows=train.chunk_rows)
+
     def _new_head(self, frozen: "FrozenTarget", source: "HiddenStateCache") -> Any:
         from slipstream.drafters.registry import DRAFTERS
         from slipstream.train.warm_start import regression_start
@@ -266,7 +282,7 @@ class Run:
             norm_D=frozen.norm_D.float(),
             seed=self.recipe.seed,
         )
-        if self.recipe.drafter.init is Init.regression:
+        if self.recipe.drafter.init is Init.regression and self.recipe.drafter.kind == "eagle3":
             regression_start(head, source, frozen, num_documents=REGRESSION_DOCUMENTS)
         return head
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.data.target.resolve import Target
 from slipstream.data.target.weights import read_target_head
 from slipstream.drafters.checkpoint_format import CONFIG, load_head
+from slipstream.drafters.config import DraftGeometry
 from slipstream.drafters.eagle3 import Eagle3Head
 from slipstream.drafters.layers import DraftCache
 from slipstream.eval.drafting import Draft, ModelDrafter, Shape
@@ -101,20 +102,25 @@ def load_eagle(target: Target, export_folder: Path, shape: Shape | None = None) 
         ValueError: it is broken, or made for a target of another shape.
     """
     served = load_head(export_folder)
-    geometry, model = served.head.geometry, target.config
+    refuse_other_target(served.head.geometry, target, export_folder)
+    embedding_VD = read_target_head(target).embedding_VD.to(target.device, target.dtype)
+    target_ids_W = torch.arange(served.head.geometry.draft_vocab_size) + served.d2t_W
+    head = served.head.to(target.device, target.dtype)
+    return EagleDrafter(head, embedding_VD, target_ids_W.to(target.device), shape)
+
+
+def refuse_other_target(geometry: DraftGeometry, target: Target, folder: Path) -> None:
+    """Raises ValueError when a head was made for a target of another shape."""
+    model = target.config
     for key in ("hidden_size", "vocab_size"):
         found, wanted = getattr(geometry, key), getattr(model, key)
         if found != wanted:
             raise ValueError(
-                f"{export_folder / CONFIG}: {key} is {found}, and {wanted} in target.name={target.name}: "
+                f"{folder / CONFIG}: {key} is {found}, and {wanted} in target.name={target.name}: "
                 f"evaluate with the target the head was trained for"
             )
     if geometry.aux_layers[-1] > model.num_hidden_layers:
         raise ValueError(
-            f"{export_folder / CONFIG}: boundary {geometry.aux_layers[-1]} lies beyond the "
+            f"{folder / CONFIG}: boundary {geometry.aux_layers[-1]} lies beyond the "
             f"{model.num_hidden_layers} layers of target.name={target.name}"
         )
-    embedding_VD = read_target_head(target).embedding_VD.to(target.device, target.dtype)
-    target_ids_W = torch.arange(geometry.draft_vocab_size) + served.d2t_W
-    head = served.head.to(target.device, target.dtype)
-    return EagleDrafter(head, embedding_VD, target_ids_W.to(target.device), shape)

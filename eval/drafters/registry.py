@@ -12,6 +12,8 @@ from slipstream.drafters.checkpoint_format import CONFIG, read_config
 from slipstream.eval.config import EvalConfig, TreeConfig
 from slipstream.eval.drafters.draft_model import load_language_model
 from slipstream.eval.drafters.eagle import load_eagle
+from slipstream.eval.drafters.eagle1 import load_eagle1
+from slipstream.eval.drafters.medusa import load_medusa
 from slipstream.eval.drafters.prompt_lookup import PromptLookup
 from slipstream.eval.drafting import Drafter, ModelDrafter, Shape
 from slipstream.eval.shapes import Chain, DynamicTree, EntropyTree, StaticTree, likely_paths
@@ -23,6 +25,8 @@ DRAFTERS: dict[str, Builder] = {
     "prompt_lookup": lambda target, folder, shape: PromptLookup(),
     "draft_model": lambda target, folder, shape: ModelDrafter(load_language_model(target, folder), shape),
     "eagle3": load_eagle,
+    "eagle1": load_eagle1,
+    "medusa": load_medusa,
 }
 """KIND -> what makes it from the target, the folder of its weights and the shape of its drafts."""
 
@@ -43,6 +47,8 @@ ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3Qwen3ForCausalLM": "eagle3",
     "Eagle3Speculator": "eagle3",
+    "EagleLlamaForCausalLM": "eagle1",
+    "MedusaModel": "medusa",
 }
 """`architectures` of a bundle's config.json -> KIND."""
 
