@@ -10,6 +10,7 @@ from slipstream.data.progress import Meter
 from slipstream.eval.batched import BatchedDecoder, BatchedHead, Served
 from slipstream.eval.guard import SpeculationGuard
 
+REQUESTS_PER_ROW = 2
 ALWAYS = SpeculationGuard(off_above=1 << 30, on_at=1 << 30)
 
 
@@ -47,31 +48,27 @@ def measure_load(
     batch_sizes: Sequence[int],
     num_draft_tokens: int,
     max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
 ) -> list[LoadPoint]:
-    """Serves full batches of every size, without stop tokens so that they stay full.
-
-    Raises:
-        AssertionError: a batch answers differently with the head than without.
-    """
+    """Serves batches of every size, with twice as many requests, so that a free row is filled again."""
     points = []
     with Meter("load", 2 * len(batch_sizes), unit="batch") as meter:
         for size in batch_sizes:
-            chosen = [prompts[i % len(prompts)] for i in range(size)]
-
-            def serve(num_drafts: int, chosen: Sequence[Sequence[int]] = chosen) -> Served:
+            chosen = [prompts[i % len(prompts)] for i in range(REQUESTS_PER_ROW * size)]
+            results = []
+            for num_drafts in (0, num_draft_tokens):
                 decoder = BatchedDecoder(
                     model,
                     head,
                     num_draft_tokens=num_drafts,
-                    max_batch=len(chosen),
+                    max_batch=size,
                     max_new_tokens=max_new_tokens,
                     guard=ALWAYS,
+                    stop_ids=stop_ids,
                 )
-                served = decoder.serve(chosen)
+                results.append(decoder.serve(chosen))
                 meter.advance(1)
-                return served
-
-            points.append(_point(size, serve(0), serve(num_draft_tokens)))
+            points.append(_point(size, *results))
     return points
 
 

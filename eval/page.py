@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.eval.breakdown import Tau
 from slipstream.eval.charts import bars, lines
 from slipstream.eval.comparison import Comparison
+from slipstream.eval.drafters.registry import short_name
 from slipstream.eval.player import PlayedPrompt, Turn
 
 NUM_SAMPLES = 3
@@ -44,7 +45,10 @@ def page(
     first = next(iter(breakdowns.values()))
     sections = {
         "Ways to draft": _table(comparison)
-        + bars([("autoregressive", 1.0, 1.0, 1.0)] + [_bar(n, b.overall) for n, b in breakdowns.items()]),
+        + bars(
+            [("autoregressive", 1.0, 1.0, 1.0)]
+            + [_bar(short_name(n), b.overall) for n, b in breakdowns.items()]
+        ),
         "Acceptance by depth": "<p class=note>Share of the rounds that came so far whose next draft was "
         "accepted.</p>" + _by_depth(comparison),
         "tau by suite": _cuts({name: b.by_suite for name, b in breakdowns.items()}),
@@ -81,7 +85,7 @@ def _table(comparison: Comparison) -> str:
             lossless += f", {report.near_ties} near-ties"
         rows.append(
             (
-                name,
+                short_name(name),
                 f"{report.acceptance_length:.3f}",
                 f"{report.drafted / max(report.rounds, 1):.1f}",
                 f"{report.tokens_per_second:,.1f}",
@@ -102,7 +106,7 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _by_depth(comparison: Comparison) -> str:
     return lines(
         {
-            name: [(k, rate) for k, rate in enumerate(report.conditional_K, 1)]
+            short_name(name): [(k, rate) for k, rate in enumerate(report.conditional_K, 1)]
             for name, report in comparison.reports.items()
         },
         x="draft position",
@@ -120,7 +124,7 @@ def _cuts(cuts: Mapping[str, Mapping[str, Tau]]) -> str:
         for label in labels
         if all(label in cut for cut in cuts.values())
     ]
-    return html_table(("", *cuts), rows)
+    return html_table(("", *map(short_name, cuts)), rows)
 
 
 def _samples(played: Sequence[PlayedPrompt], name: str, tokenizer: PreTrainedTokenizerFast) -> str:

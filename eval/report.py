@@ -8,6 +8,7 @@ from rich.table import Column, Table
 from slipstream.eval.acceptance import AcceptanceReport
 from slipstream.eval.breakdown import Tau
 from slipstream.eval.comparison import Comparison
+from slipstream.eval.drafters.registry import short_name
 from slipstream.eval.lossless import Proof
 from slipstream.eval.page import html_table
 
@@ -23,7 +24,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(_side_by_side(comparison))
     suites = next(iter(comparison.breakdowns.values())).by_suite
     if len(suites) > 1:
-        table = Table("suite", *comparison.breakdowns, title="tau by suite, with its 95 % interval")
+        table = Table(
+            "suite", *map(short_name, comparison.breakdowns), title="tau by suite, with its 95 % interval"
+        )
         for suite in suites:
             table.add_row(suite, *(_interval(b.by_suite[suite]) for b in comparison.breakdowns.values()))
         console.print(table)
@@ -32,13 +35,13 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 def _side_by_side(comparison: Comparison) -> Table:
     first = comparison.first
     title = f"{first.prompts:,} prompts, {first.new_tokens:,} tokens by each"
-    columns = ("tau (95 %)", "drafted/round", "tokens/s", "speed-up", "overhead")
+    columns = ("tau (95 %)", "drafted", "tok/s", "speed-up", "overhead")
     table = Table("drafter", *(Column(c, justify="right") for c in columns), "lossless", title=title)
     plain = [f"{first.baseline_tokens_per_second:,.1f}", "1.00x", "", ""]
     table.add_row("autoregressive", "1.000", "0.0", *plain)
     for name, report in comparison.reports.items():
         table.add_row(
-            name,
+            short_name(name),
             _interval(comparison.breakdowns[name].overall),
             f"{report.drafted / max(report.rounds, 1):.1f}",
             f"{report.tokens_per_second:,.1f}",

@@ -37,7 +37,7 @@ def load_points(run: Run) -> "list[LoadPoint]":
     import torch
 
     from slipstream.data.target.weights import read_target_head
-    from slipstream.data.template import render_prompt
+    from slipstream.data.template import render_prompt, stop_token_ids
     from slipstream.drafters.checkpoint_format import load_head
     from slipstream.eval.batched import BatchedHead
     from slipstream.eval.load import measure_load
@@ -55,6 +55,7 @@ def load_points(run: Run) -> "list[LoadPoint]":
         batch_sizes=list(config.batch_sizes),
         num_draft_tokens=config.num_draft_tokens,
         max_new_tokens=config.max_new_tokens,
+        stop_ids=stop_token_ids(target),
     )
 
 

@@ -275,7 +275,7 @@ class Run:
         from slipstream.drafters.registry import DRAFTERS
         from slipstream.train.warm_start import regression_start
 
-        head = DRAFTERS[self.recipe.drafter.kind](self.geometry)
+        head: Any = DRAFTERS[self.recipe.drafter.kind](self.geometry)
         head.initialise(
             self.recipe.drafter.init,
             lm_head_WD=frozen.lm_head_WD.float(),

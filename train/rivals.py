@@ -43,8 +43,8 @@ class Eagle1Unroller(nn.Module):
         mask_TT = _document_mask(batch)
 
         def attend(query_1TNH: Tensor, key_1TMH: Tensor, value_1TMH: Tensor) -> Tensor:
-            states = (x.transpose(1, 2) for x in (query_1TNH, key_1TMH, value_1TMH))
-            out = F.scaled_dot_product_attention(*states, attn_mask=mask_TT, enable_gqa=True)
+            query, key, value = (x.transpose(1, 2) for x in (query_1TNH, key_1TMH, value_1TMH))
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_TT, enable_gqa=True)
             return out.transpose(1, 2).flatten(2)
 
         predicted_1TD = self.head(embed_TD[None], feature_TD[None], batch.position_T[None], attend)

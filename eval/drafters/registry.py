@@ -101,6 +101,17 @@ def make_contender(entry: str, *, target: Target, export: Path, config: EvalConf
     return Contender(name=entry, drafter=drafter, depth=depth)
 
 
+def short_name(entry: str) -> str:
+    """An entry as tables show it: a folder by its run's name.
+
+    >>> short_name("eagle3:tree@runs/demo/export"), short_name("draft_model@models/small")
+    ('eagle3:tree@demo', 'draft_model@small')
+    """
+    name, _, folder = entry.partition("@")
+    path = Path(folder)
+    return f"{name}@{path.parent.name if path.name == 'export' else path.name}" if folder else name
+
+
 def kind_of(folder: Path) -> str:
     """The kind of the head in a serving bundle.
 
