@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.drafters.config import DraftGeometry, Init
-from slipstream.drafters.layers import DraftCache, DraftLayer, Rotary
-from slipstream.drafters.ttt_attention import cached_attention
+from slipstream.drafters.layers import AttentionCache, DraftLayer, Rotary
 
 INIT_STD = 0.02
 
@@ -75,7 +74,7 @@ class Eagle3Head(nn.Module):
         embed_BTD: Tensor,
         hidden_BTD: Tensor,
         position_BT: Tensor,
-        cache: DraftCache,
+        cache: AttentionCache,
         visible_TS: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs T new rows over the cache, which takes their keys and values.
@@ -85,8 +84,7 @@ class Eagle3Head(nn.Module):
             hidden_BTD: fused target states, or the carried state of the row before.
             position_BT: rotary positions.
             cache: what this head has seen of the same sequences.
-            visible_TS: bool, or with leading axes [B, 1]; which cached rows, these included, each row sees;
-                None: all before it.
+            visible_TS: bool; which cached rows, these included, each row sees; None: all before it.
 
         Returns:
             Carried and final states, each [B, T, D].
@@ -98,7 +96,7 @@ class Eagle3Head(nn.Module):
                 layer.self_attn.project(name, normed_BTD, halves.get(name)) for name in "qkv"
             )
             query, key = self.rotary(query, position_BT), self.rotary(key, position_BT)
-            attended = cached_attention(query, *cache.append(i, key, value), visible_TS)
+            attended = cache.attend(i, query, key, value, visible_TS)
             state_BTD = layer.finish(layer.residual(state_BTD, normed_BTD), attended)
         cache.advance(embed_BTD.shape[1])
         return self.finish(state_BTD)

@@ -123,8 +123,7 @@ class BatchedHead:
     ) -> tuple[Tensor, Tensor]:
         self._columns.place(slice(0, len(ids_BT)), position_BT, end)
         embed_BTD = F.embedding(ids_BT, self._embedding_VD)
-        visible_B1TS = self._columns.visible_BTS()[:, None]
-        carried, final = self._head(embed_BTD, hidden_BTD, position_BT, self._cache, visible_B1TS)
+        carried, final = self._head(embed_BTD, hidden_BTD, position_BT, self._cache)
         return carried, final
 
 

@@ -52,6 +52,10 @@ class EvalConfig:
     top_k: int = 0
     batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
     """Requests at a time of scripts/load.py."""
+    robustness: bool = False
+    """Also run every suite with another system prompt, another chat template and a long padding."""
+    drift: bool = False
+    """Also measure, by draft depth, the carried state and where the head looks (EAGLE-3 kinds)."""
     metrics_port: int = 0
     """Where Prometheus finds the running evaluation's metrics; 0: nowhere."""
     lossless: bool = False

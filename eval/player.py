@@ -18,6 +18,7 @@ from slipstream.data.types import Conversation, Message
 from slipstream.eval.config import EvalConfig
 from slipstream.eval.decoder import DecodeResult, Round, SpeculativeDecoder
 from slipstream.eval.drafters.registry import BASELINE, Contender
+from slipstream.eval.robustness import tokenizer_of
 from slipstream.eval.verify import Sampling
 
 NUM_WARM_UP_TOKENS = 8
@@ -109,7 +110,7 @@ class Player:
             history.append(message)
             if message.role != "user":
                 continue
-            prompt_ids = render_prompt(self._tokenizer, history)
+            prompt_ids = render_prompt(tokenizer_of(suite, self._tokenizer), history)
             plain: DecodeResult | None = None
             for name, decoder in self._decoders.items():
                 result = decoder.generate(prompt_ids, self._max_new_tokens, generator)

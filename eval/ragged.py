@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from slipstream.drafters.config import DraftGeometry
+from slipstream.drafters.ttt_attention import cached_attention
 
 
 class Columns:
@@ -108,11 +109,13 @@ class RaggedDraftCache:
             for _ in range(geometry.num_layers)
         ]
 
-    def append(self, layer: int, key_BTMH: Tensor, value_BTMH: Tensor) -> tuple[Tensor, Tensor]:
-        """See `DraftCache`."""
+    def attend(
+        self, layer: int, query_BTNH: Tensor, key_BTMH: Tensor, value_BTMH: Tensor, visible_TS: Tensor | None
+    ) -> Tensor:
+        """See `DraftCache`; every token sees its row up to itself."""
         pairs = zip(self._buffers[layer], (key_BTMH, value_BTMH), strict=True)
         key, value = (self.columns.write(buffer, new).transpose(1, 2) for buffer, new in pairs)
-        return key, value
+        return cached_attention(query_BTNH, key, value, self.columns.visible_BTS()[:, None])
 
     def advance(self, num_rows: int) -> None:
         """See `DraftCache`; here positions say where rows stand."""

@@ -13,9 +13,11 @@ from slipstream.scripts.cli import command
 from slipstream.scripts.stages import Run
 
 if TYPE_CHECKING:
+    from slipstream.eval.comparison import Comparison
     from slipstream.eval.drafters.registry import Contender
 
-REPORT, LOSSLESS = "report.html", "lossless.json"
+REPORT, LOSSLESS, DRIFT = "report.html", "lossless.json", "drift.json"
+NUM_DRIFT_PROMPTS = 20
 
 
 def evaluate(recipe: Recipe) -> None:
@@ -33,6 +35,8 @@ def evaluate(recipe: Recipe) -> None:
     folder = run.path("evaluation")
     extra: dict[str, str] = {}
     failed = prove_lossless(run, folder, console, extra) if recipe.eval.lossless else []
+    if recipe.eval.drift:
+        extra["Drift"] = measure_drifts(run, comparison, folder)
     title = f"Drafting for {recipe.target.name}"
     text = page(comparison, title=title, tokenizer=run.target.tokenizer(), extra=extra)
     write_text(folder / REPORT, text)
@@ -69,6 +73,30 @@ def prove_lossless(run: Run, folder: Path, console: Console, extra: dict[str, st
     write_json(folder / LOSSLESS, [dataclasses.asdict(proof) for proof in proofs])
     extra["Sampled answers"] = proof_rows(proofs, console)
     return [proof.drafter for proof in proofs if not proof.lossless]
+
+
+def measure_drifts(run: Run, comparison: "Comparison", folder: Path) -> str:
+    """Measures every EAGLE-3 head on the answers that were decoded; the section of the page."""
+    from slipstream.data.template import render_prompt
+    from slipstream.eval.drafters.eagle import EagleDrafter
+    from slipstream.eval.drafters.registry import BASELINE, short_name
+    from slipstream.eval.drift import drift_section, measure_drift
+
+    model, tokenizer = run.target.model(), run.target.tokenizer()
+    prompts = {prompt.id: prompt for prompt in run.held_out()}
+    texts = [
+        (render_prompt(tokenizer, prompts[p.id].messages[:1]), p.answers[BASELINE][0].token_ids)
+        for p in comparison.played[:NUM_DRIFT_PROMPTS]
+    ]
+    drifts = {
+        short_name(contender.name): measure_drift(model, contender.drafter.model, texts)
+        for contender in contenders(run)
+        if isinstance(contender.drafter, EagleDrafter)
+    }
+    if not drifts:
+        raise ValueError("eval.drift=true looks at EAGLE-3 heads, and eval.drafter names none")
+    write_json(folder / DRIFT, {name: dataclasses.asdict(drift) for name, drift in drifts.items()})
+    return drift_section(drifts)
 
 
 main = command(evaluate)

@@ -193,9 +193,11 @@ class Run:
 
     def suites(self) -> "dict[str, list[Conversation]]":
         """The same by suite."""
+        from slipstream.eval.robustness import with_variants
         from slipstream.eval.suites import load_suites
 
-        return load_suites(self.recipe.eval)
+        suites = load_suites(self.recipe.eval)
+        return with_variants(suites) if self.recipe.eval.robustness else suites
 
     def evaluate(self) -> "Comparison":
         """Measures the exported bundle, and what else eval.drafter names, with the built-in decoder."""

@@ -32,19 +32,20 @@ class EagleModel:
         self.aux_layers: tuple[int, ...] = head.geometry.aux_layers
         self.target_ids_W, self.vocab_size = target_ids_W, len(embedding_VD)
         self._head, self._embedding_VD = head, embedding_VD
+        self.cache_type = DraftCache
 
     def start(self, prompt_ids: Sequence[int], capacity: int) -> None:
         """See `DraftModel`."""
         embedding = self._embedding_VD
         # Room for the nodes of a tree, which are more than the tokens that are kept.
         room = capacity + MAX_EXTENDED
-        self._cache = DraftCache(1, room, self._head.geometry, embedding.device, embedding.dtype)
+        self.cache = self.cache_type(1, room, self._head.geometry, embedding.device, embedding.dtype)
         self._position_S = torch.arange(room, device=embedding.device)
         self._num_committed = 0
 
     def commit(self, next_ids_T: Tensor, aux_LTD: Sequence[Tensor]) -> Tensor:
         """See `DraftModel`."""
-        self._cache.truncate(self._num_committed)
+        self.cache.truncate(self._num_committed)
         hidden_TD = self._head.fuse(torch.stack(tuple(aux_LTD), dim=1))
         position_T = self._position_S[self._num_committed : self._num_committed + len(next_ids_T)]
         self._num_committed += len(next_ids_T)
@@ -52,7 +53,7 @@ class EagleModel:
 
     def extend(self, ids_F: Tensor, parent_F: Tensor, visible_FX: Tensor, depth: int) -> Tensor:
         """See `DraftModel`."""
-        hidden_FD = self._carried_TD[-1:] if depth == 1 else self._carried_TD[parent_F]
+        hidden_FD = self.carried_TD[-1:] if depth == 1 else self.carried_TD[parent_F]
         position = self._position_S[self._num_committed + depth - 1]
         visible_FS = None
         if len(ids_F) > 1 or depth < visible_FX.shape[1]:
@@ -62,9 +63,9 @@ class EagleModel:
     def _run(self, ids_T: Tensor, hidden_TD: Tensor, position_T: Tensor, visible_TS: Tensor | None) -> Tensor:
         embed_TD = F.embedding(ids_T, self._embedding_VD)
         carried_1TD, final_1TD = self._head(
-            embed_TD[None], hidden_TD[None], position_T[None], self._cache, visible_TS
+            embed_TD[None], hidden_TD[None], position_T[None], self.cache, visible_TS
         )
-        self._carried_TD = carried_1TD[0]
+        self.carried_TD = carried_1TD[0]
         # Of the committed rows only the last one is asked what follows.
         return self._head.logits(final_1TD[0] if visible_TS is not None else final_1TD[0, -1:])
 
@@ -77,7 +78,8 @@ class EagleDrafter:
     ) -> None:
         """Takes the target id of each draft id; without a shape it drafts a chain."""
         self._head = head
-        self._drafter = ModelDrafter(EagleModel(head, embedding_VD, target_ids_W), shape or Chain())
+        self.model = EagleModel(head, embedding_VD, target_ids_W)
+        self._drafter = ModelDrafter(self.model, shape or Chain())
         self.aux_layers: tuple[int, ...] = head.geometry.aux_layers
 
     def fuse(self, aux_TLD: Tensor) -> Tensor:
