@@ -10,7 +10,7 @@ from omegaconf import MISSING
 from slipstream.data.config import DataConfig, Dtype, TargetConfig
 from slipstream.drafters.config import FEATURE_KINDS, DrafterConfig, Engine, Form, sglang_refusals
 from slipstream.eval.config import EvalConfig
-from slipstream.train.config import TrainConfig
+from slipstream.train.config import DraftModelConfig, TrainConfig
 
 
 @dataclass
@@ -64,13 +64,14 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    draft_model: DraftModelConfig = field(default_factory=DraftModelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     engines: EnginesConfig = field(default_factory=EnginesConfig)
 
     def check(self) -> None:
         """Raises ValueError with every mistake in the recipe at once."""
-        sections = (self.target, self.data, self.drafter, self.train, self.eval)
+        sections = (self.target, self.data, self.drafter, self.train, self.draft_model, self.eval)
         found = [problem for section in sections for problem in section.problems()]
         found += self.export.problems(self.drafter)
         found += self._kind_problems()
