@@ -24,16 +24,21 @@ PARAGRAPH = (
 )
 NUM_PARAGRAPHS = 12
 """About 450 words of padding."""
+POSITIONS_PER_PARAGRAPH = 256
+"""A paragraph has about 40 tokens, and many more where the tokenizer does not know its words."""
 
 
-def with_variants(suites: Mapping[str, Sequence[Conversation]]) -> dict[str, list[Conversation]]:
-    """Every suite, followed by its variants."""
+def with_variants(
+    suites: Mapping[str, Sequence[Conversation]], num_positions: int
+) -> dict[str, list[Conversation]]:
+    """Every suite, followed by its variants; the padding leaves room in the target's positions."""
+    num_paragraphs = min(NUM_PARAGRAPHS, num_positions // POSITIONS_PER_PARAGRAPH)
     found: dict[str, list[Conversation]] = {}
     for name, prompts in suites.items():
         found[name] = list(prompts)
         found[name + SYSTEM] = [_with_system(prompt) for prompt in prompts]
         found[name + TEMPLATE] = list(prompts)
-        found[name + PADDING] = [_padded(prompt) for prompt in prompts]
+        found[name + PADDING] = [_padded(prompt, num_paragraphs) for prompt in prompts]
     return found
 
 
@@ -52,9 +57,9 @@ def _with_system(prompt: Conversation) -> Conversation:
     return Conversation(id=prompt.id, messages=messages, category=prompt.category)
 
 
-def _padded(prompt: Conversation) -> Conversation:
+def _padded(prompt: Conversation, num_paragraphs: int) -> Conversation:
     place = next(i for i, message in enumerate(prompt.messages) if message.role == "user")
-    text = f"{PARAGRAPH * NUM_PARAGRAPHS}\n\n{prompt.messages[place].content}"
+    text = f"{PARAGRAPH * num_paragraphs}\n\n{prompt.messages[place].content}"
     padded = (Message(role="user", content=text),)
     messages = prompt.messages[:place] + padded + prompt.messages[place + 1 :]
     return Conversation(id=prompt.id, messages=messages, category=prompt.category)

@@ -197,7 +197,9 @@ class Run:
         from slipstream.eval.suites import load_suites
 
         suites = load_suites(self.recipe.eval)
-        return with_variants(suites) if self.recipe.eval.robustness else suites
+        if self.recipe.eval.robustness:
+            suites = with_variants(suites, self.target.config.max_position_embeddings)
+        return suites
 
     def evaluate(self) -> "Comparison":
         """Measures the exported bundle, and what else eval.drafter names, with the built-in decoder."""

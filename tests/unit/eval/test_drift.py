@@ -86,7 +86,7 @@ def test_variants_of_a_suite() -> None:
     prompt = Conversation(
         id="a", messages=(Message(role="user", content="Hi"), Message(role="user", content="And?"))
     )
-    suites = with_variants({"own": [prompt]})
+    suites = with_variants({"own": [prompt]}, 8192)
     assert list(suites) == ["own", "own" + SYSTEM, "own" + TEMPLATE, "own" + PADDING]
     assert [m.role for m in suites["own" + SYSTEM][0].messages] == ["system", "user", "user"]
     padded = suites["own" + PADDING][0].messages
