@@ -5,7 +5,7 @@ from html import escape
 
 COLOURS = ("#2f6fdb", "#d9692a", "#2a9d63", "#9a4fc4", "#b8912b", "#c23b5a", "#3aa6b9", "#6b7280")
 WIDTH, ROW, LEFT, RIGHT, TOP = 760, 26, 210, 130, 10
-HEIGHT, BOTTOM, MARGIN = 300, 46, 56
+HEIGHT, HEAD, BOTTOM, MARGIN = 310, 26, 46, 56
 NUM_TICKS = 4
 
 
@@ -37,12 +37,12 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str
     points = [point for line in series.values() for point in line]
     x_low, x_high = min(p[0] for p in points), max(p[0] for p in points)
     y_low, y_high = min(0.0, *(p[1] for p in points)), max(p[1] for p in points)
-    wide, high = WIDTH - MARGIN - LEFT, HEIGHT - BOTTOM - TOP
+    wide, high = WIDTH - MARGIN - LEFT, HEIGHT - BOTTOM - HEAD
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
         return (
             MARGIN + (point[0] - x_low) / max(x_high - x_low, 1e-9) * wide,
-            TOP + high - (point[1] - y_low) / max(y_high - y_low, 1e-9) * high,
+            HEAD + high - (point[1] - y_low) / max(y_high - y_low, 1e-9) * high,
         )
 
     parts = []
@@ -59,14 +59,14 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in at]
-        label_y = TOP + 14 + i * 18
+        label_y = HEAD + 14 + i * 18
         parts.append(
             f'<rect x="{WIDTH - LEFT + 14}" y="{label_y - 9}" width="10" height="10" fill="{colour}"/>'
         )
         parts.append(f'<text x="{WIDTH - LEFT + 30}" y="{label_y}">{escape(name)}</text>')
     middle = MARGIN + wide / 2
     parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x)}</text>')
-    parts.append(f'<text x="{MARGIN + 6}" y="{TOP + 8}" class="axis">{escape(y)}</text>')
+    parts.append(f'<text x="{MARGIN - 40}" y="{HEAD - 10}" class="axis">{escape(y)}</text>')
     return _svg(parts, HEIGHT)
 
 

@@ -2,14 +2,15 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from slipstream.data.files import write_json, write_text
+from slipstream.data.files import read_json, write_json, write_text
 from slipstream.eval.config import EvalConfig
 from slipstream.recipes.schema import Recipe
 from slipstream.scripts.cli import command
+from slipstream.scripts.load import LOAD
 from slipstream.scripts.stages import Run
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def evaluate(recipe: Recipe) -> None:
     failed = prove_lossless(run, folder, console, extra) if recipe.eval.lossless else []
     if recipe.eval.drift:
         extra["Drift"] = measure_drifts(run, comparison, folder)
+    if (run.folder / LOAD).is_file():
+        extra["Speed-up by batch size"] = load_section(read_json(run.folder / LOAD))
     title = f"Drafting for {recipe.target.name}"
     text = page(comparison, title=title, tokenizer=run.target.tokenizer(), extra=extra)
     write_text(folder / REPORT, text)
@@ -45,6 +48,19 @@ def evaluate(recipe: Recipe) -> None:
         raise ValueError(
             f"sampled answers differ from the target's: {', '.join(failed)} ({folder / LOSSLESS})"
         )
+
+
+def load_section(load: dict[str, Any]) -> str:
+    """The curve that scripts/load.py measured."""
+    from slipstream.eval.charts import lines
+
+    curves = {
+        name: [(point["batch_size"], point[key]) for point in load["points"]]
+        for name, key in {"measured": "speedup", "from the times of a round": "expected_speedup"}.items()
+    }
+    limit = load["threshold"]
+    advice = "at every measured size" if limit is None else f"up to {limit} requests at a time"
+    return f"<p class=note>Speculate {advice}.</p>" + lines(curves, x="batch size", y="speed-up")
 
 
 def contenders(run: Run) -> "list[Contender]":

@@ -14,7 +14,8 @@ from slipstream.scripts.stages import Run
 if TYPE_CHECKING:
     from slipstream.eval.load import LoadPoint
 
-LOAD = "load.json"
+LOAD = "load/load.json"
+"""In the run's folder; scripts/evaluate.py puts the curve into its report."""
 
 
 def load(recipe: Recipe) -> None:
@@ -29,7 +30,7 @@ def load(recipe: Recipe) -> None:
     for engine, text in settings.items():
         console.print(f"{engine}: {text or 'nothing to set'}", highlight=False)
     content = {"points": [_as_json(p) for p in points], "threshold": limit, "settings": dict(settings)}
-    write_json(run.folder / "load" / LOAD, content)
+    write_json(run.folder / LOAD, content)
 
 
 def load_points(run: Run) -> "list[LoadPoint]":
