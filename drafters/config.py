@@ -29,7 +29,8 @@ class Init(Enum):
     target = "target"
     """lm_head and norm from the target, fc passing the highest captured state through."""
     regression = "regression"
-    """As target, with fc and attention from least squares (`slipstream.train.warm_start`)."""
+    """As target, with fc and attention from least squares (`slipstream.train.warm_start`); for other
+    kinds than eagle3 the same as target."""
 
 
 class Engine(Enum):
@@ -46,6 +47,11 @@ class Form(Enum):
     """Plain; vLLM and SGLang read it."""
     speculators = "speculators"
     """Names its target, so `vllm serve FOLDER` is enough; vLLM alone reads it."""
+
+
+KINDS = ("eagle3", "eagle1", "medusa")
+FEATURE_KINDS = ("eagle1", "medusa")
+"""Kinds that read the target's last state behind its final norm and nothing else."""
 
 
 @dataclass
@@ -74,13 +80,19 @@ class DrafterConfig:
     """EAGLE-3.1: one RMSNorm for each captured state."""
     norm_output: bool = False
     """EAGLE-3.1: the carried state is the one after the final norm."""
+    num_heads: int = 4
+    """Medusa's heads, as many as train.unroll.num_steps."""
     init: Init = Init.target
 
     def problems(self) -> list[str]:
         """Every mistake in these settings, one line each."""
         found = []
-        if self.kind != "eagle3":
-            found.append(f"drafter.kind={self.kind}: known is eagle3")
+        if self.kind not in KINDS:
+            found.append(f"drafter.kind={self.kind} is not one of {', '.join(KINDS)}")
+        if self.kind in FEATURE_KINDS and self.aux_layers:
+            found.append(f"drafter.aux_layers: {self.kind} reads the target's last state, leave it empty")
+        if self.kind == "eagle1" and self.num_layers != 1:
+            found.append("drafter.num_layers must be 1 for eagle1")
         if self.num_layers < 1:
             found.append("drafter.num_layers must be at least 1")
         for key in SIZES:
@@ -121,6 +133,8 @@ class DraftGeometry:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    num_heads: int = 0
+    """Of Medusa."""
 
     @property
     def fc_width(self) -> int:
@@ -211,7 +225,10 @@ def resolve_geometry(config: DrafterConfig, target: Mapping[str, Any]) -> DraftG
         head_dim=config.head_dim or target_head_dim,
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
-        aux_layers=resolve_aux_layers(list(config.aux_layers), target["num_hidden_layers"]),
+        aux_layers=resolve_aux_layers(
+            [target["num_hidden_layers"]] if config.kind in FEATURE_KINDS else list(config.aux_layers),
+            target["num_hidden_layers"],
+        ),
         rms_norm_eps=target["rms_norm_eps"],
         max_position_embeddings=target["max_position_embeddings"],
         rope_parameters=_rope_parameters(target),
@@ -220,6 +237,7 @@ def resolve_geometry(config: DrafterConfig, target: Mapping[str, Any]) -> DraftG
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
+        num_heads=config.num_heads if config.kind == "medusa" else 0,
     )
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.drafters.config import DraftGeometry, Init
-from slipstream.drafters.layers import DraftCache, DraftLayer, Rotary
-from slipstream.drafters.ttt_attention import cached_attention
+from slipstream.drafters.layers import AttentionCache, DraftLayer, Rotary
 
 INIT_STD = 0.02
 
@@ -76,7 +75,12 @@ class Eagle3Head(nn.Module):
         return out
 
     def forward(
-        self, embed_BTD: Tensor, hidden_BTD: Tensor, position_BT: Tensor, cache: DraftCache
+        self,
+        embed_BTD: Tensor,
+        hidden_BTD: Tensor,
+        position_BT: Tensor,
+        cache: AttentionCache,
+        visible_TS: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs T new rows over the cache, which takes their keys and values.
 
@@ -85,6 +89,7 @@ class Eagle3Head(nn.Module):
             hidden_BTD: fused target states, or the carried state of the row before.
             position_BT: rotary positions.
             cache: what this head has seen of the same sequences.
+            visible_TS: bool; which cached rows, these included, each row sees; None: all before it.
 
         Returns:
             Carried and final states, each [B, T, D].
@@ -96,7 +101,7 @@ class Eagle3Head(nn.Module):
             projected = layer.project("qkv", state_RD, layer.embedding_shares(embed_RD), every_row)
             query, key, value = (x.unflatten(0, (batch_size, num_new)) for x in projected)
             query, key = self.rotary(query, position_BT), self.rotary(key, position_BT)
-            attended = cached_attention(query, *cache.append(i, key, value))
+            attended = cache.attend(i, query, key, value, visible_TS)
             state_RD = layer.finish(state_RD, attended.flatten(0, 1))
         cache.advance(num_new)
         return self.finish(state_RD.unflatten(0, (batch_size, num_new)))

@@ -4,6 +4,8 @@ Shapes: R rows (any leading axes), B batch, T new tokens, S cached tokens, D hid
 heads, M key/value heads, H head size, P draft layers.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -11,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream.drafters.config import DraftGeometry
 from slipstream.drafters.fused import normed_projections, normed_swiglu, turn
+from slipstream.drafters.ttt_attention import cached_attention
 
 
 class Rotary(nn.Module):
@@ -47,6 +50,18 @@ def llama_config(geometry: DraftGeometry) -> LlamaConfig:
     )
 
 
+class AttentionCache(Protocol):
+    """What a head asks of its cache."""
+
+    def attend(
+        self, layer: int, query_BTNH: Tensor, key_BTMH: Tensor, value_BTMH: Tensor, visible_TS: Tensor | None
+    ) -> Tensor:
+        """Adds new rows of a layer; what their queries find, [B, T, N*H]."""
+
+    def advance(self, num_rows: int) -> None:
+        """Keeps the rows that were added to every layer."""
+
+
 class DraftCache:
     """Keys and values of the draft layers while decoding, in buffers that never move.
 
@@ -77,10 +92,21 @@ class DraftCache:
 
         The rows count once `advance` says that every layer has them.
         """
-        end = self.length + key_BTMH.shape[1]
-        self._key_PBMSH[layer, :, :, self.length : end] = key_BTMH.transpose(1, 2)
-        self._value_PBMSH[layer, :, :, self.length : end] = value_BTMH.transpose(1, 2)
+        num_new = key_BTMH.shape[1]
+        for held, new in zip(self.held(layer, num_new), (key_BTMH, value_BTMH), strict=True):
+            held[:, :, self.length :] = new.transpose(1, 2)
+        return self.held(layer, num_new)
+
+    def held(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
+        """Views [B, M, S, H] of what a layer holds, with `num_new` rows that do not count yet."""
+        end = self.length + num_new
         return self._key_PBMSH[layer, :, :, :end], self._value_PBMSH[layer, :, :, :end]
+
+    def attend(
+        self, layer: int, query_BTNH: Tensor, key_BTMH: Tensor, value_BTMH: Tensor, visible_TS: Tensor | None
+    ) -> Tensor:
+        """Adds new rows of a layer; what their queries find [B, T, N*H] (see `cached_attention`)."""
+        return cached_attention(query_BTNH, *self.append(layer, key_BTMH, value_BTMH), visible_TS)
 
     def advance(self, num_rows: int) -> None:
         """Keeps the rows that were appended to every layer."""

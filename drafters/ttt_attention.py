@@ -27,15 +27,17 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def cached_attention(query_BTNH: Tensor, key_BMSH: Tensor, value_BMSH: Tensor) -> Tensor:
-    """Causal attention of the T newest rows over all S cached rows.
+def cached_attention(
+    query_BTNH: Tensor, key_BMSH: Tensor, value_BMSH: Tensor, visible_TS: Tensor | None = None
+) -> Tensor:
+    """Attention of the T newest rows over all S cached rows: causal, or where `visible_TS` is true.
 
     Returns:
         [B, T, N*H].
     """
     num_new, num_all = query_BTNH.shape[1], key_BMSH.shape[2]
-    mask_TS = None
-    if num_new > 1:
+    mask_TS = visible_TS
+    if num_new > 1 and mask_TS is None:
         mask_TS = torch.ones(num_new, num_all, dtype=torch.bool, device=query_BTNH.device)
         mask_TS = mask_TS.tril(num_all - num_new)
     out_BNTH = F.scaled_dot_product_attention(

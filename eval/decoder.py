@@ -1,18 +1,19 @@
-"""Speculative decoding of one sequence: draft a chain, verify it in one target pass, accept, commit.
+"""Speculative decoding of one sequence: draft, verify in one target pass, accept, commit.
 
 What the head is fed is what a server feeds it (ENGINES.md section 2). With n committed tokens the
 target's cache holds n - 1 rows: the last token has no state yet. A round runs that token and the
 drafts through the target, keeps the rows of the accepted ones, and hands their states to the
 drafter together with the token that follows each. The prompt is a round that drafts nothing.
+A tree takes the same way with its own mask and positions; the rows of its accepted branch are then
+moved together, and the prefix stays where it is.
 
-Shape suffixes: T token row, K drafted token, N = K + 1 verified position, L captured layer, D hidden
-size, V target vocabulary, W draft vocabulary.
+Shape suffixes: T token row, K drafted token, N = K + 1 verified position, S cached token, L captured
+layer, D hidden size, V target vocabulary.
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,91 +22,9 @@ from transformers import PreTrainedModel
 
 from slipstream.data.capture import recorded_states
 from slipstream.data.target.kv_cache import PreallocatedCache
-from slipstream.drafters.eagle3 import Eagle3Head
-from slipstream.drafters.layers import DraftCache
-from slipstream.eval.verify import Sampling, accept_greedy, accept_sampled
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
-    """A proposed chain."""
-
-    ids_K: Tensor
-    """int64 target ids, on the target's device."""
-    probs_KV: Tensor | None = None
-    """What each was sampled from, over the target vocabulary; None: chosen for certain."""
-
-
-class Drafter(Protocol):
-    """Proposes chains for one sequence at a time."""
-
-    aux_layers: tuple[int, ...]
-    """Boundaries of the target states it reads."""
-
-    def start(
-        self, prompt_ids: Sequence[int], capacity: int, sampling: Sampling, generator: torch.Generator | None
-    ) -> None:
-        """Begins a sequence of at most `capacity` tokens, sampled as the target's are."""
-
-    def propose(self, next_ids_T: Tensor, aux_LTD: Sequence[Tensor], num_tokens: int) -> Draft:
-        """Drafts behind the committed tokens.
-
-        Args:
-            next_ids_T: the token after each row committed since the last call; the last one was
-                just sampled and has no state yet.
-            aux_LTD: states of these rows, one [T, D] for each of `aux_layers`.
-            num_tokens: at most so many, at least 1.
-        """
-
-
-class EagleDrafter:
-    """Drafts with an EAGLE-3 head over its own key-value cache."""
-
-    def __init__(self, head: Eagle3Head, embedding_VD: Tensor, target_ids_W: Tensor) -> None:
-        """Takes a head in evaluation mode, the target's embedding and the target id of each draft id."""
-        self.aux_layers: tuple[int, ...] = head.geometry.aux_layers
-        self._head, self._embedding_VD, self._target_ids_W = head, embedding_VD, target_ids_W
-
-    def start(
-        self, prompt_ids: Sequence[int], capacity: int, sampling: Sampling, generator: torch.Generator | None
-    ) -> None:
-        """Empties the cache."""
-        embedding = self._embedding_VD
-        self._cache = DraftCache(1, capacity, self._head.geometry, embedding.device, embedding.dtype)
-        self._position_1T = torch.arange(capacity, device=embedding.device)[None]
-        self._num_committed = 0
-        self._sampling, self._generator = sampling, generator
-
-    def fuse(self, aux_TLD: Tensor) -> Tensor:
-        """Captured states to what the first layer reads, [T, D]."""
-        return self._head.fuse(aux_TLD)
-
-    def propose(self, next_ids_T: Tensor, aux_LTD: Sequence[Tensor], num_tokens: int) -> Draft:
-        """See `Drafter`."""
-        # Rows of the last round's drafts are replaced by rows of true target states.
-        self._cache.truncate(self._num_committed)
-        self._num_committed += len(next_ids_T)
-        ids_T, hidden_1TD = next_ids_T, self.fuse(torch.stack(tuple(aux_LTD), dim=1))[None]
-        ids: list[Tensor] = []
-        probs: list[Tensor] = []
-        while len(ids) < num_tokens:
-            start = self._cache.length
-            position_1T = self._position_1T[:, start : start + len(ids_T)]
-            embed_1TD = F.embedding(ids_T, self._embedding_VD)[None]
-            carried_1TD, final_1TD = self._head(embed_1TD, hidden_1TD, position_1T, self._cache)
-            logits_1W = self._head.logits(final_1TD[:, -1])
-            if self._sampling.is_greedy:
-                draft_id_1 = logits_1W.argmax(dim=-1)
-            else:
-                probs.append(self._sampling.probs(logits_1W))
-                draft_id_1 = torch.multinomial(probs[-1], 1, generator=self._generator)[0]
-            ids.append(self._target_ids_W[draft_id_1])
-            ids_T, hidden_1TD = ids[-1], carried_1TD[:, -1:]
-        if self._sampling.is_greedy:
-            return Draft(ids_K=torch.cat(ids))
-        probs_KV = probs[0].new_zeros(num_tokens, len(self._embedding_VD))
-        probs_KV[:, self._target_ids_W] = torch.cat(probs)
-        return Draft(ids_K=torch.cat(ids), probs_KV=probs_KV)
+from slipstream.eval.drafting import Draft, Drafter
+from slipstream.eval.tree import accept_tree_greedy, accept_tree_sampled, tree_inputs
+from slipstream.eval.verify import Dice, Sampling, accept_greedy, accept_sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +32,15 @@ class Round:
     """One verification round; drafts behind an accepted stop token count neither way."""
 
     drafted: int
+    """Positions drafted: the depth of a tree."""
     accepted: int
+    nodes: int = 0
+    """Tokens of a tree; 0 for a chain, whose positions hold one each."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Drafted tokens, each of which the target has verified."""
+        return self.nodes or self.drafted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +53,10 @@ class DecodeResult:
     """One for each target pass after the prompt's."""
     seconds: float
     """Prompt included."""
+    draft_seconds: float = 0.0
+    """Of these in the drafter."""
+    verify_seconds: float = 0.0
+    """Of these in the target, prompt included; the rest is the decoder's own."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,6 +76,8 @@ class _Run:
     """States of these rows, one [T, D] for each boundary."""
     token_ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
     finished: bool = False
 
 
@@ -195,12 +128,23 @@ class SpeculativeDecoder:
                 pending_T=torch.tensor(prompt_ids, device=self._model.device),
             )
             while not run.finished:
+                times = [time.perf_counter()]
                 draft = self._draft(run)
+                times.append(time.perf_counter())
                 logits_NV = self._verify(run, draft)
-                num_accepted, next_token = self._accept(run, draft, logits_NV)
-                self._commit(run, draft, num_accepted, next_token)
+                times.append(time.perf_counter())
+                run.draft_seconds += times[1] - times[0]
+                run.verify_seconds += times[2] - times[1]
+                accepted, next_token = self._accept(run, draft, logits_NV)
+                self._commit(run, draft, accepted, next_token)
         seconds = time.perf_counter() - begin
-        return DecodeResult(token_ids=tuple(run.token_ids), rounds=tuple(run.rounds[1:]), seconds=seconds)
+        return DecodeResult(
+            token_ids=tuple(run.token_ids),
+            rounds=tuple(run.rounds[1:]),
+            seconds=seconds,
+            draft_seconds=run.draft_seconds,
+            verify_seconds=run.verify_seconds,
+        )
 
     def _draft(self, run: _Run) -> Draft:
         # A round gives one token more than it drafts, and the answer must not exceed its limit.
@@ -212,30 +156,55 @@ class SpeculativeDecoder:
     def _verify(self, run: _Run, draft: Draft) -> Tensor:
         ids_1T = torch.cat([run.pending_T, draft.ids_K])[None]
         num_logits = len(draft.ids_K) + 1
-        output = self._model(input_ids=ids_1T, cache=run.cache, use_cache=True, logits_to_keep=num_logits)
+        inputs: dict[str, Tensor] = {}
+        if draft.tree is not None:
+            inputs = tree_inputs(draft.tree, run.cache.get_seq_length(), self._model.dtype)
+        output = self._model(
+            input_ids=ids_1T, cache=run.cache, use_cache=True, logits_to_keep=num_logits, **inputs
+        )
         logits_NV: Tensor = output.logits[0]
         return logits_NV
 
-    def _accept(self, run: _Run, draft: Draft, logits_NV: Tensor) -> tuple[int, int]:
+    def _accept(self, run: _Run, draft: Draft, logits_NV: Tensor) -> tuple[list[int], int]:
+        """Places of the accepted drafts, and the token after them."""
         if self._sampling.is_greedy:
-            return accept_greedy(draft.ids_K, logits_NV.argmax(dim=-1))
+            target_ids_N = logits_NV.argmax(dim=-1)
+            if draft.tree is not None:
+                return accept_tree_greedy(draft.ids_K, draft.tree, target_ids_N)
+            num_accepted, next_token = accept_greedy(draft.ids_K, target_ids_N)
+            return list(range(num_accepted)), next_token
         probs_NV = self._sampling.probs(logits_NV)
+        if draft.tree is not None:
+            return accept_tree_sampled(draft.ids_K, draft.tree, draft.probs_KV, probs_NV, Dice(run.generator))
         draft_probs_KV = draft.probs_KV
         if draft_probs_KV is None:
             draft_probs_KV = F.one_hot(draft.ids_K, probs_NV.shape[-1]).to(probs_NV.dtype)
-        return accept_sampled(draft.ids_K, draft_probs_KV, probs_NV, run.generator)
+        num_accepted, next_token = accept_sampled(draft.ids_K, draft_probs_KV, probs_NV, run.generator)
+        return list(range(num_accepted)), next_token
 
-    def _commit(self, run: _Run, draft: Draft, num_accepted: int, next_token: int) -> None:
-        num_drafted, num_rows = len(draft.ids_K), len(run.pending_T) + num_accepted
-        run.cache.crop(run.cache.get_seq_length() - num_drafted + num_accepted)
-        run.aux_LTD = [run.states[boundary][0, :num_rows] for boundary in self._drafter.aux_layers]
-        tokens = [*draft.ids_K[:num_accepted].tolist(), next_token]
+    def _commit(self, run: _Run, draft: Draft, accepted: Sequence[int], next_token: int) -> None:
+        num_pending, depth = len(run.pending_T), len(draft.ids_K)
+        if draft.tree is not None:
+            depth = int(draft.tree.depth_K.max())
+        run.cache.keep_tail(run.cache.get_seq_length() - len(draft.ids_K), accepted)
+        kept_T = [*range(num_pending), *(num_pending + place for place in accepted)]
+        run.aux_LTD = [_rows(run.states[boundary][0], kept_T) for boundary in self._drafter.aux_layers]
+        tokens = [*draft.ids_K[list(accepted)].tolist(), next_token]
         tokens_T = torch.tensor(tokens, device=self._model.device)
         run.next_ids_T = torch.cat([run.pending_T[1:], tokens_T])
         run.pending_T = tokens_T[-1:]
         num_kept = next((i for i, token in enumerate(tokens, 1) if token in self._stop_ids), len(tokens))
         run.token_ids += tokens[:num_kept]
         run.finished = run.token_ids[-1] in self._stop_ids or len(run.token_ids) >= run.max_new_tokens
+        num_accepted = len(accepted)
         if num_kept < len(tokens):
-            num_drafted = num_accepted = num_kept
-        run.rounds.append(Round(drafted=num_drafted, accepted=num_accepted))
+            depth = num_accepted = num_kept
+        nodes = 0 if draft.tree is None else len(draft.ids_K)
+        run.rounds.append(Round(drafted=depth, accepted=num_accepted, nodes=nodes))
+
+
+def _rows(states_TD: Tensor, places: Sequence[int]) -> Tensor:
+    """Some rows, by a view where they are the first ones."""
+    if list(places) == list(range(len(places))):
+        return states_TD[: len(places)]
+    return states_TD[torch.tensor(places, device=states_TD.device)]

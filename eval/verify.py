@@ -43,6 +43,22 @@ class Sampling:
         return kept / kept.sum(dim=-1, keepdim=True)
 
 
+class Dice:
+    """The draws of a verification, one at a time; a test replaces them by every outcome in turn."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._generator = generator
+
+    def coin(self, chance: float) -> bool:
+        """True with this chance; never at 0."""
+        device = self._generator.device if self._generator is not None else None
+        return torch.rand((), generator=self._generator, device=device).item() < chance
+
+    def token(self, probs_V: Tensor) -> int:
+        """A sample of a distribution, which need not be normalised."""
+        return int(torch.multinomial(probs_V, 1, generator=self._generator))
+
+
 def accept_greedy(draft_ids_K: Tensor, target_ids_N: Tensor) -> tuple[int, int]:
     """Accepts drafts while they equal the target's argmax: how many, and its own token after them.
 

@@ -9,9 +9,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from slipstream.data.config import DataConfig, Dtype, TargetConfig
-from slipstream.drafters.config import DrafterConfig, Engine, Form, sglang_refusals
+from slipstream.drafters.config import FEATURE_KINDS, DrafterConfig, Engine, Form, sglang_refusals
 from slipstream.eval.config import EvalConfig
-from slipstream.train.config import TrainConfig
+from slipstream.train.config import DraftModelConfig, TrainConfig
 
 OPEN = "target.geometry"
 """The one key whose entries the schema does not list."""
@@ -68,21 +68,38 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    draft_model: DraftModelConfig = field(default_factory=DraftModelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     engines: EnginesConfig = field(default_factory=EnginesConfig)
 
     def check(self) -> None:
         """Raises ValueError with every mistake in the recipe at once."""
-        sections = (self.target, self.data, self.drafter, self.train, self.eval)
+        sections = (self.target, self.data, self.drafter, self.train, self.draft_model, self.eval)
         found = [problem for section in sections for problem in section.problems()]
         if not self.run_dir.strip():
             found.append("run_dir is empty: name a folder")
         if not 0 <= self.seed < 2**31:
             found.append(f"seed={self.seed} must lie in 0..{2**31 - 1}")
         found += self.export.problems(self.drafter)
+        found += self._kind_problems()
         if found:
             raise ValueError("; ".join(found))
+
+    def _kind_problems(self) -> list[str]:
+        """What an EAGLE-1 or Medusa head cannot be trained or served with."""
+        kind, unroll = self.drafter.kind, self.train.unroll
+        if kind not in FEATURE_KINDS:
+            return []
+        found = []
+        if Engine.sglang in self.export.engines or self.export.format is not Form.eagle3:
+            found.append(f"drafter.kind={kind} is served by vLLM alone: set export.engines=[vllm]")
+        if kind == "medusa" and unroll.num_steps != self.drafter.num_heads:
+            found.append(
+                f"train.unroll.num_steps={unroll.num_steps} and drafter.num_heads={self.drafter.num_heads} "
+                f"must be equal for medusa"
+            )
+        return found
 
 
 def register() -> None:

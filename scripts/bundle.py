@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from slipstream.drafters.checkpoint_format import (
     write_weights,
 )
 from slipstream.drafters.config import DraftGeometry, Engine, Form
+from slipstream.drafters.eagle1 import eagle1_config
 from slipstream.drafters.eagle3 import Eagle3Head
+from slipstream.drafters.medusa import medusa_config, medusa_tensors
 from slipstream.recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -51,10 +53,27 @@ def write_bundle(
     Returns:
         Names of the files.
     """
+    chosen = recipe.export.dtype
+    dtype = next(iter(tensors.values())).dtype if chosen is Dtype.auto else getattr(torch, chosen.value)
+    bundle = _BUNDLES[recipe.drafter.kind]
+    served, config = bundle(tensors, geometry, vocab_map, target, recipe, dtype)
+    with atomic_path(folder / WEIGHTS) as temporary:
+        write_weights(temporary, served)
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_text(folder / CARD, card(geometry, target_name=target.name, recipe=recipe))
+    return [CONFIG, WEIGHTS, CARD]
+
+
+def _eagle3(
+    tensors: dict[str, Tensor],
+    geometry: DraftGeometry,
+    vocab_map: VocabMap,
+    target: "Target",
+    recipe: Recipe,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     head = Eagle3Head(geometry)
     head.load_state_dict(tensors)
-    chosen = recipe.export.dtype
-    dtype = tensors["fc.weight"].dtype if chosen is Dtype.auto else getattr(torch, chosen.value)
     served = serving_tensors(head, d2t_W=vocab_map.d2t_W, t2d_V=vocab_map.t2d_V, dtype=dtype)
     check_tensors(geometry, served, WEIGHTS)
     config = serving_config(
@@ -71,21 +90,50 @@ def write_bundle(
             target_architectures=target.config.architectures or [],
             num_draft_tokens=recipe.eval.num_draft_tokens,
         )
-    with atomic_path(folder / WEIGHTS) as temporary:
-        write_weights(temporary, served)
-    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
-    write_text(folder / CARD, card(geometry, target_name=target.name, recipe=recipe))
-    return [CONFIG, WEIGHTS, CARD]
+    return served, config
+
+
+def _eagle1(
+    tensors: dict[str, Tensor],
+    geometry: DraftGeometry,
+    vocab_map: VocabMap,
+    target: "Target",
+    recipe: Recipe,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    bos, eos = target.config.bos_token_id, target.config.eos_token_id
+    served = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    return served, eagle1_config(geometry, bos=bos, eos=eos, dtype=dtype)
+
+
+def _medusa(
+    tensors: dict[str, Tensor],
+    geometry: DraftGeometry,
+    vocab_map: VocabMap,
+    target: "Target",
+    recipe: Recipe,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    served = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    served = medusa_tensors(served, vocab_map.target_ids_W, geometry.vocab_size)
+    return served, medusa_config(geometry, dtype=dtype)
+
+
+_BUNDLES = {"eagle3": _eagle3, "eagle1": _eagle1, "medusa": _medusa}
+METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa"}
+"""Kind of head -> vLLM's name of the method."""
 
 
 def card(geometry: DraftGeometry, *, target_name: str, recipe: Recipe) -> str:
     """The model card with the commands that serve the head."""
-    kind = "EAGLE-3.1" if geometry.norm_output and geometry.fc_norm else "EAGLE-3"
+    kind = {"eagle1": "EAGLE-1", "medusa": "Medusa"}.get(recipe.drafter.kind, "EAGLE-3")
+    if geometry.norm_output and geometry.fc_norm:
+        kind = "EAGLE-3.1"
     loss = recipe.train.loss.kind.value
     return f"""---
 base_model: {target_name}
 library_name: transformers
-tags: [speculative-decoding, eagle3, draft-model]
+tags: [speculative-decoding, {recipe.drafter.kind}, draft-model]
 ---
 
 # {kind} draft head for {target_name}
@@ -116,7 +164,8 @@ python -m sglang.launch_server --model-path {target_name} \\
   --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}
 ```
 """
-    speculative = json.dumps({"method": "eagle3", "model": "PATH_OR_ID", "num_speculative_tokens": k})
+    method = METHODS[recipe.drafter.kind]
+    speculative = json.dumps({"method": method, "model": "PATH_OR_ID", "num_speculative_tokens": k})
     command = f"vllm serve {target_name} --speculative-config '{speculative}'"
     if recipe.export.format is Form.speculators:
         command = "vllm serve PATH_OR_ID"

@@ -33,14 +33,14 @@ def doctor(recipe: Recipe) -> None:
         ValueError: the bundle is broken, or an engine differs; the message names the first stage.
     """
     from slipstream.drafters.emulated_loaders import load_as
-    from slipstream.eval.acceptance import load_drafter
+    from slipstream.eval.drafters.eagle import load_eagle
 
     run, console = Run(recipe), Console()
     folder = run.path("export")
     for engine in recipe.export.engines:
         load_as(engine, folder)
         console.print(f"{engine.value}: reads the bundle as it was trained")
-    load_drafter(run.target, folder)
+    load_eagle(run.target, folder)
     if not recipe.replay:
         return
     if different := _replay(run, console):
@@ -51,14 +51,14 @@ def doctor(recipe: Recipe) -> None:
 def _replay(run: Run, console: Console) -> list[str]:
     """Prints the comparison of every engine; returns the first difference of each."""
     from slipstream.data.template import stop_token_ids
-    from slipstream.eval.acceptance import load_drafter
+    from slipstream.eval.drafters.eagle import load_eagle
     from slipstream.eval.engines.environment import engine_python, run_jobs
     from slipstream.eval.engines.job import STATES
     from slipstream.eval.engines.replay import compare, decode
 
     recipe, folder = run.recipe, run.path("export")
-    model, drafter = run.target.model(), load_drafter(run.target, folder)
-    ours = decode(run.target, model, drafter, recipe.eval, run.eval_prompts)
+    model, drafter = run.target.model(), load_eagle(run.target, folder)
+    ours = decode(run.target, model, drafter, recipe.eval, run.held_out)
     pythons = {Engine.vllm: recipe.engines.vllm_python, Engine.sglang: recipe.engines.sglang_python}
     different = []
     for engine in recipe.export.engines:

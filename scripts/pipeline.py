@@ -28,7 +28,7 @@ def pipeline(recipe: Recipe) -> None:
 
         print_plan(run)
         return
-    from slipstream.eval.report import print_report
+    from slipstream.eval.report import print_comparison
 
     run.check()
     report: Any = None
@@ -38,8 +38,8 @@ def pipeline(recipe: Recipe) -> None:
             _train_on_all_gpus(run)
         else:
             report = run.run(stage)
-    print_report(report, Console())
-    print(json.dumps(summary(run, report)))
+    print_comparison(report, Console())
+    print(json.dumps(summary(run, report.first)))
 
 
 def _train_on_all_gpus(run: Run) -> None:

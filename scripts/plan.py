@@ -59,7 +59,7 @@ def _facts(run: Run) -> dict[str, str]:
         "target": f"{recipe.target.name}, hidden {geometry.hidden_size}, vocabulary {geometry.vocab_size:,}",
         "captured boundaries": str(list(geometry.aux_layers)),
         "draft vocabulary": f"{geometry.draft_vocab_size:,}",
-        "parameters of the head": f"{sum(sizes.values()):,} (lm_head {sizes['lm_head.weight']:,})",
+        "parameters of the head": f"{sum(sizes.values()):,} (lm_head {sizes.get('lm_head.weight', 0):,})",
         "disk per token": f"{per_token[0]:,} bytes of prompt, {per_token[1]:,} bytes of answer",
         "unroll": f"{unroll.num_steps} steps, decay {unroll.step_decay}, survival {unroll.survival}",
         "optimizer steps": _steps(run),

@@ -25,15 +25,14 @@ from slipstream.data.files import (
     write_text,
 )
 from slipstream.data.progress import is_main_process
-from slipstream.drafters.config import DraftGeometry, Engine, Init, resolve_geometry, sglang_refusals
+from slipstream.drafters.config import DraftGeometry, Engine, resolve_geometry, sglang_refusals
+from slipstream.eval.config import EvalConfig, as_list
 from slipstream.recipes.schema import Recipe
 
 if TYPE_CHECKING:
-    from slipstream.data.cache import HiddenStateCache
     from slipstream.data.target.resolve import Target
     from slipstream.data.types import Conversation
-    from slipstream.eval.acceptance import AcceptanceReport
-    from slipstream.train.ttt import FrozenTarget
+    from slipstream.eval.comparison import Comparison
 
 INPUTS: dict[str, tuple[str, ...]] = {
     "prompts": (),
@@ -54,9 +53,6 @@ RECIPE = "recipe.yaml"
 
 NOT_IDENTITY = ("wandb", "log_every", "validate_every", "validate_tokens", "save_every", "keep_checkpoints")
 """Training settings that do not change the trained weights."""
-
-REGRESSION_DOCUMENTS = 1000
-"""Documents that drafter.init=regression looks at."""
 
 
 class Run:
@@ -81,7 +77,7 @@ class Run:
         """
         if stage == "train":
             self._prepare_data()
-        for needed in INPUTS[stage]:
+        for needed in INPUTS[stage] if stage != "evaluation" or uses_export(self.recipe.eval) else ():
             self.require(needed)
         if is_complete(self.path(stage)) or not is_main_process():
             return self.method(stage)()
@@ -159,10 +155,10 @@ class Run:
 
     def check(self) -> None:
         """Raises ValueError for what the last stages would find, before hours go into the first."""
-        from slipstream.eval.acceptance import check_room
+        from slipstream.eval.comparison import check_room
 
         self.check_head()
-        check_room(self.target, self.eval_prompts, self.recipe.eval.max_new_tokens)
+        check_room(self.target, self.held_out, self.recipe.eval.max_new_tokens)
 
     def check_head(self) -> None:
         """Raises ValueError where the target cannot have such a head."""
@@ -176,15 +172,6 @@ class Run:
         counts_V = np.zeros(self.geometry.vocab_size, dtype=np.int64)
         entries = self.target.tokenizer().get_vocab().values()
         build_vocab_map(counts_V, self.geometry.draft_vocab_size, stop_token_ids(self.target), entries)
-
-    @functools.cached_property
-    def eval_prompts(self) -> "list[Conversation]":
-        """The chats that are measured on."""
-        from slipstream.data.config import PromptsConfig
-        from slipstream.data.conversations import load_prompts
-
-        config = PromptsConfig(paths=list(self.recipe.eval.prompts), limit=self.recipe.eval.limit)
-        return load_prompts(config, key="eval.prompts")[0]
 
     def method(self, stage: str) -> Callable[[], Any]:
         """What runs or resumes a stage whose inputs are complete."""
@@ -259,9 +246,9 @@ class Run:
             Stage(folder, "train", self._train_settings())
             return
         from slipstream.data.cache import HiddenStateCache
+        from slipstream.scripts.assembly import frozen_target, make_unroller, new_head
         from slipstream.train import engine, trainer
         from slipstream.train.checkpoint import has_checkpoint
-        from slipstream.train.ttt import Unroller
 
         device = engine.init_distributed()
         engine.deepspeed_settings(self.recipe.train, engine.world_size())
@@ -269,13 +256,13 @@ class Run:
             (folder / MANIFEST).unlink(missing_ok=True)  # nothing is there that other settings would spoil
         engine.barrier()
         stage = Stage(folder, "train", self._train_settings())
-        frozen = self._frozen_target()
+        frozen = frozen_target(self.target, self.path("vocab_map"))
         source = HiddenStateCache(self.path("hidden_states"))
         state = trainer.fit(
-            Unroller(
-                self._new_head(frozen, source),
+            make_unroller(
+                self.recipe,
+                new_head(self.recipe, self.geometry, frozen, source),
                 frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
-                self.recipe.train.loss,
             ),
             source,
             self.recipe.train,
@@ -316,18 +303,43 @@ class Run:
         )
         stage.complete(names)
 
-    def _evaluate(self) -> "AcceptanceReport":
-        """Measures the exported bundle with the built-in decoder."""
-        from slipstream.eval.acceptance import measure
+    @functools.cached_property
+    def suites(self) -> "dict[str, list[Conversation]]":
+        """The chats that are measured on, by suite."""
+        from slipstream.eval.robustness import with_variants
+        from slipstream.eval.suites import load_suites
 
-        export = self.path("export")
-        made_for = read_manifest(export)["settings"]["target_fingerprint"]
-        if made_for != self.target.fingerprint:
-            raise ValueError(
-                f"{export} was made for a target with fingerprint {made_for}, that of target.name="
-                f"{self.target.name} is {self.target.fingerprint}: name the target the head was trained for"
-            )
-        return measure(self.target, export, self.recipe.eval, self.eval_prompts, self.path("evaluation"))
+        suites = load_suites(self.recipe.eval)
+        if self.recipe.eval.robustness:
+            suites = with_variants(suites, self.target.config.max_position_embeddings)
+        return suites
+
+    @property
+    def held_out(self) -> "list[Conversation]":
+        """The chats of all suites."""
+        return [prompt for prompts in self.suites.values() for prompt in prompts]
+
+    def _evaluate(self) -> "Comparison":
+        """Measures the exported bundle, and what else eval.drafter names, with the built-in decoder."""
+        from slipstream.eval.comparison import measure
+
+        config, export = self.recipe.eval, self.path("export")
+        if uses_export(config):
+            made_for = read_manifest(export)["settings"]["target_fingerprint"]
+            if made_for != self.target.fingerprint:
+                raise ValueError(
+                    f"{export} was made for a target with fingerprint {made_for}, that of "
+                    f"target.name={self.target.name} is {self.target.fingerprint}: name the target the head "
+                    f"was trained for"
+                )
+        observe = None
+        if config.metrics_port:
+            from slipstream.eval.metrics import Metrics
+
+            metrics = Metrics()
+            metrics.serve(config.metrics_port)
+            observe = metrics.observe
+        return measure(self.target, export, config, self.suites, self.path("evaluation"), observe)
 
     def _prepare_data(self) -> None:
         """Runs the data stages that are missing: rank 0 works, the others wait for its files."""
@@ -348,34 +360,11 @@ class Run:
             "seed": recipe.seed,
         }
 
-    def _frozen_target(self) -> "FrozenTarget":
-        from slipstream.data.target.weights import read_target_head
-        from slipstream.data.vocab_map import read_vocab_map
-        from slipstream.train.ttt import FrozenTarget
 
-        head, vocab_map = read_target_head(self.target), read_vocab_map(self.path("vocab_map"))
-        return FrozenTarget(
-            embedding_VD=head.embedding_VD,
-            norm_D=head.norm_D,
-            norm_eps=head.norm_eps,
-            lm_head_WD=head.lm_head_VD[vocab_map.target_ids_W],
-            draft_ids_V=vocab_map.draft_ids_V,
-        )
-
-    def _new_head(self, frozen: "FrozenTarget", source: "HiddenStateCache") -> Any:
-        from slipstream.drafters.registry import DRAFTERS
-        from slipstream.train.warm_start import regression_start
-
-        head = DRAFTERS[self.recipe.drafter.kind](self.geometry)
-        head.initialise(
-            self.recipe.drafter.init,
-            lm_head_WD=frozen.lm_head_WD.float(),
-            norm_D=frozen.norm_D.float(),
-            seed=self.recipe.seed,
-        )
-        if self.recipe.drafter.init is Init.regression:
-            regression_start(head, source, frozen, num_documents=REGRESSION_DOCUMENTS)
-        return head
+def uses_export(config: EvalConfig) -> bool:
+    """Whether an entry of eval.drafter reads this run's own bundle."""
+    without = ("prompt_lookup", "autoregressive")
+    return any("@" not in entry and entry not in without for entry in as_list(config.drafter))
 
 
 def plain(config: Any) -> dict[str, Any]:

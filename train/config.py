@@ -110,6 +110,28 @@ class WandbConfig:
 
 
 @dataclass
+class DraftModelConfig:
+    """The small language model that scripts/draft_model.py trains."""
+
+    hidden_size: int = 64
+    """A multiple of 32."""
+    num_layers: int = 2
+    num_steps: int = 400
+    rows_per_step: int = 8
+    """Documents of one optimizer step."""
+
+    def problems(self) -> list[str]:
+        """Every mistake in these settings, one line each."""
+        found = []
+        if self.hidden_size < 32 or self.hidden_size % 32:
+            found.append("draft_model.hidden_size must be a multiple of 32")
+        for key in ("num_layers", "num_steps", "rows_per_step"):
+            if getattr(self, key) < 1:
+                found.append(f"draft_model.{key} must be at least 1")
+        return found
+
+
+@dataclass
 class TrainConfig:
     """The optimization."""
 

@@ -3,6 +3,7 @@
 Shape suffixes: B batch row, N key-value head, T token, C capacity, H head size.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,6 +88,22 @@ class PreallocatedCache(Cache):
         """Keeps the first `length` tokens (transformers' own caches take how many to remove)."""
         for layer in self._own_layers:
             layer.length = min(layer.length, length)
+
+    @torch.inference_mode()
+    def keep_tail(self, start: int, places: Sequence[int]) -> None:
+        """Keeps the tokens before `start`, where they are, and of those behind it the named ones.
+
+        `places` ascend and count from `start`. Tokens that stay in their place are not copied.
+        """
+        first = next((i for i, place in enumerate(places) if place != i), len(places))
+        moved = [start + place for place in places[first:]]
+        for layer in self._own_layers:
+            if moved:
+                index = torch.tensor(moved, device=layer.keys.device)
+                for states_BNCH in (layer.keys, layer.values):
+                    target = states_BNCH[: layer.rows, :, start + first : start + len(places)]
+                    target.copy_(states_BNCH[: layer.rows].index_select(2, index))
+            layer.length = start + len(places)
 
     @torch.inference_mode()
     def keep_rows(self, indices: Tensor) -> None:

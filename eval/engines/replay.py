@@ -20,7 +20,9 @@ from slipstream.data.target.resolve import Target
 from slipstream.data.template import render_prompt, stop_token_ids
 from slipstream.data.types import Conversation, Message
 from slipstream.eval.config import EvalConfig
-from slipstream.eval.decoder import Draft, EagleDrafter, SpeculativeDecoder
+from slipstream.eval.decoder import SpeculativeDecoder
+from slipstream.eval.drafters.eagle import EagleDrafter
+from slipstream.eval.drafting import Draft
 from slipstream.eval.engines.job import STATES, EngineAnswer, EngineJob, EngineResult
 from slipstream.eval.verify import Sampling
 

@@ -18,10 +18,10 @@ from slipstream.data.template import ChatTemplate, stop_token_ids
 from slipstream.data.types import Conversation, GeneratedConversation, HiddenStateSample, Message
 from slipstream.drafters.config import DrafterConfig, DraftGeometry, Init, resolve_geometry
 from slipstream.drafters.eagle3 import Eagle3Head
-from slipstream.eval.acceptance import load_drafter
 from slipstream.eval.config import EvalConfig
+from slipstream.eval.drafters.eagle import load_eagle
 from slipstream.eval.engines.replay import Replay, decode
-from slipstream.train.config import Loss, UnrollConfig
+from slipstream.train.config import LossConfig, UnrollConfig
 from slipstream.train.ttt import FrozenTarget, Unroller, plan_unroll
 from tests.heads import write_export
 
@@ -97,13 +97,13 @@ class SmallTarget:
                     parameter *= 1 + 0.3 * torch.randn(parameter.shape, generator=generator)
         chosen = torch.tensor(geometry.aux_layers) - 1
         documents = [dataclasses.replace(d, aux_TLD=d.aux_TLD[:, chosen]) for d in self.documents]
-        unroller = Unroller(head, frozen, kind=Loss.ce, chunk_rows=1024)
+        unroller = Unroller(head, frozen, LossConfig())
         optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, betas=(0.9, 0.95))
         unroll = UnrollConfig(num_steps=3)
         for step in range(NUM_STEPS):
             order = torch.randperm(len(documents), generator=generator)[:DOCUMENTS_PER_STEP]
             batch = pack([align(documents[i], seed=seed, epoch=step) for i in order.tolist()])
-            plan = plan_unroll(batch, draft_ids_V=frozen.draft_ids_V, config=unroll)
+            plan = plan_unroll(batch, draft_ids_V=frozen.draft_ids_V, config=unroll, chunk_rows=1024)
             output = unroller(batch, plan, 0.8 ** torch.arange(3.0) / plan.count_K[0].item())
             optimizer.zero_grad()
             output.loss.backward()
@@ -119,5 +119,5 @@ class SmallTarget:
 
     def decode(self, export: Path, conversations: Sequence[Conversation]) -> Replay:
         """What the built-in decoder makes of an export."""
-        drafter = load_drafter(self.target, export)
+        drafter = load_eagle(self.target, export)
         return decode(self.target, self.model, drafter, CONFIG, conversations)

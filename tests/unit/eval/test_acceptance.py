@@ -23,11 +23,12 @@ from slipstream.drafters.checkpoint_format import (
 )
 from slipstream.drafters.config import DrafterConfig, Engine, resolve_geometry
 from slipstream.drafters.eagle3 import Eagle3Head
-from slipstream.eval import acceptance
-from slipstream.eval.acceptance import AcceptanceReport, PromptResult, measure, summarise
+from slipstream.eval import comparison
+from slipstream.eval.acceptance import AcceptanceReport, PromptResult, summarise
+from slipstream.eval.comparison import measure
 from slipstream.eval.config import EvalConfig
 from slipstream.eval.decoder import Round
-from slipstream.eval.report import print_report
+from slipstream.eval.report import print_comparison, print_report
 from tests.tiny import make_tiny_target
 
 
@@ -121,24 +122,25 @@ CONFIG_16 = EvalConfig(num_draft_tokens=3, max_new_tokens=16)
 
 def test_stage_measures_once(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = export(target, tmp_path / "export")
-    report = measure(target, bundle, CONFIG_16, CHATS, tmp_path / "evaluation")
+    measured = measure(target, bundle, CONFIG_16, {"x": CHATS}, tmp_path / "evaluation")
+    report = measured.first
     assert report.lossless is True
     assert report.prompts == 3
     assert report.tokens_per_second > 0
-    written = json.loads(json.dumps(dataclasses.asdict(report)))
+    written = json.loads(json.dumps(comparison.as_json(measured)))
     assert read_json(tmp_path / "evaluation" / "acceptance.json") == written
-    monkeypatch.setattr(acceptance, "_Player", None)  # nothing is decoded again
-    assert measure(target, bundle, CONFIG_16, CHATS, tmp_path / "evaluation") == report
+    monkeypatch.setattr(comparison, "Player", None)  # nothing is decoded again
+    assert measure(target, bundle, CONFIG_16, {"x": CHATS}, tmp_path / "evaluation").first == report
 
 
 def test_stage_continues_behind_a_torn_line(target: Target, tmp_path: Path) -> None:
     bundle, folder = export(target, tmp_path / "export"), tmp_path / "evaluation"
-    first = measure(target, bundle, CONFIG_16, CHATS, folder)
+    first = measure(target, bundle, CONFIG_16, {"x": CHATS}, folder).first
     lines = (folder / "rounds.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "rounds.jsonl").write_bytes(lines[0] + lines[1][:40])
     manifest = read_json(folder / "manifest.json")
     write_json(folder / "manifest.json", {**manifest, "files": None})
-    second = measure(target, bundle, CONFIG_16, CHATS, folder)
+    second = measure(target, bundle, CONFIG_16, {"x": CHATS}, folder).first
     again = (folder / "rounds.jsonl").read_bytes().splitlines(keepends=True)
     assert again[0] == lines[0], "a finished prompt is not decoded again"
     assert [json.loads(line)["id"] for line in again] == ["p1", "p2", "p3"]
@@ -148,27 +150,64 @@ def test_stage_continues_behind_a_torn_line(target: Target, tmp_path: Path) -> N
 
 def test_sampled_measurement(target: Target, tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG_16, temperature=1.0, top_k=4, max_new_tokens=8)
-    report = measure(target, export(target, tmp_path / "export"), config, CHATS[:1], tmp_path / "evaluation")
+    bundle = export(target, tmp_path / "export")
+    report = measure(target, bundle, config, {"x": CHATS[:1]}, tmp_path / "evaluation").first
     assert report.lossless is None
     assert report.acceptance_length >= 1.0
 
 
 def test_refusals(target: Target, tmp_path: Path) -> None:
     bundle, folder = export(target, tmp_path / "export"), tmp_path / "evaluation"
-    measure(target, bundle, dataclasses.replace(CONFIG_16, max_new_tokens=2), CHATS[:1], folder)
+    measure(target, bundle, dataclasses.replace(CONFIG_16, max_new_tokens=2), {"x": CHATS[:1]}, folder)
     with pytest.raises(ValueError, match="max_new_tokens: 2 there, 16 now"):
-        measure(target, bundle, CONFIG_16, CHATS[:1], folder)
+        measure(target, bundle, CONFIG_16, {"x": CHATS[:1]}, folder)
     more = target.config.vocab_size + 1
     other = export(target, tmp_path / "other", vocab_size=more, draft_vocab_size=more)
     with pytest.raises(ValueError, match="vocab_size is .* evaluate with the target"):
-        measure(target, other, CONFIG_16, CHATS, tmp_path / "none")
+        measure(target, other, CONFIG_16, {"x": CHATS}, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
 def test_chats_that_do_not_fit_are_told_before_the_work(target: Target, tmp_path: Path) -> None:
     bundle, room = export(target, tmp_path / "export"), target.config.max_position_embeddings
     long = dataclasses.replace(CONFIG_16, max_new_tokens=room // 2)
-    acceptance.check_room(target, CHATS[:1], long.max_new_tokens)
+    comparison.check_room(target, CHATS[:1], long.max_new_tokens)
     with pytest.raises(ValueError, match=f"p2 with 2 answers of eval.max_new_tokens={room // 2}"):
-        measure(target, bundle, long, CHATS, tmp_path / "evaluation")
+        measure(target, bundle, long, {"x": CHATS}, tmp_path / "evaluation")
+
+
+def test_every_way_to_draft_is_lossless(target: Target, tmp_path: Path) -> None:
+    """All shapes and kinds that need no training, side by side on the same prompts."""
+    bundle = export(target, tmp_path / "export")
+    entries = ["head", "head:tree", "head:static", "head:entropy", "prompt_lookup"]
+    entries += [f"draft_model@{target.path}", f"draft_model:tree@{target.path}"]
+    config = dataclasses.replace(CONFIG_16, drafter=entries)
+    measured = measure(target, bundle, config, {"x": CHATS[:2], "y": CHATS[2:]}, tmp_path / "evaluation")
+    assert list(measured.reports) == entries
+    for report in measured.reports.values():
+        assert report.lossless is True
+    own = measured.reports[entries[-2]]
+    assert own.conditional_K[0] == 1.0, "the target drafts for itself"
+    assert measured.breakdowns["head"].by_suite.keys() == {"x", "y"}
+    console = Console(file=StringIO(), width=140)
+    print_comparison(measured, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(entry.partition("@")[0] in text for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ("nothing", "kind nothing is not one of head"),
+        ("head:bush", "shape bush is not one of chain"),
+        ("prompt_lookup:tree", "drafts no trees"),
+        ("draft_model", "name the model's folder"),
+        ("draft_model@gone", "gone holds no model"),
+        ("eagle3@gone", "gone"),
+    ],
+)
+def test_bad_drafters_are_named(target: Target, tmp_path: Path, entry: str, named: str) -> None:
+    config = dataclasses.replace(CONFIG_16, drafter=entry)
+    with pytest.raises(ValueError, match=named):
+        measure(target, tmp_path / "none", config, {"x": CHATS}, tmp_path / "evaluation")
     assert not (tmp_path / "evaluation").exists()

@@ -13,14 +13,9 @@ from slipstream.data.target.model import load_model
 from slipstream.drafters.config import DrafterConfig, Init, resolve_geometry
 from slipstream.drafters.eagle3 import Eagle3Head
 from slipstream.drafters.layers import DraftCache
-from slipstream.eval.decoder import (
-    DecodeResult,
-    Draft,
-    Drafter,
-    EagleDrafter,
-    Round,
-    SpeculativeDecoder,
-)
+from slipstream.eval.decoder import DecodeResult, Round, SpeculativeDecoder
+from slipstream.eval.drafters.eagle import EagleDrafter
+from slipstream.eval.drafting import Draft, Drafter
 from slipstream.eval.verify import Sampling
 from tests.tiny import make_tiny_target
 

@@ -14,8 +14,8 @@ from slipstream.data.target.resolve import resolve_target
 from slipstream.data.template import stop_token_ids
 from slipstream.data.types import Conversation, Message
 from slipstream.drafters.config import DrafterConfig, resolve_geometry
-from slipstream.eval.acceptance import load_drafter
 from slipstream.eval.config import EvalConfig
+from slipstream.eval.drafters.eagle import load_eagle
 from slipstream.eval.engines.environment import engine_python, run_jobs
 from slipstream.eval.engines.job import EngineAnswer, EngineResult, read_jobs, read_result, write_jobs
 from slipstream.eval.engines.replay import Replay, _differing_drafts, compare, decode
@@ -36,7 +36,7 @@ def replay(trained_target: Path, tmp_path_factory: pytest.TempPathFactory):  # t
         for text in texts
     ]
     model = target.model()
-    return decode(target, model, load_drafter(target, export), CONFIG, chats), model, target
+    return decode(target, model, load_eagle(target, export), CONFIG, chats), model, target
 
 
 def answered(ours: Replay) -> EngineResult:
