@@ -46,6 +46,7 @@ def cases(quick: bool) -> Iterator[Case]:
     """What is measured; `quick` keeps one small size of each kind."""
     frozen = {"slipstream": {}, "slipstream, head frozen": {"freeze-head": True}}
     sparse = {"slipstream, survival 0.8": {"survival": 0.8}}
+    both = {**sparse, "slipstream, survival 0.8, head frozen": {"survival": 0.8, "freeze-head": True}}
     sizes: dict[str, dict[str, float]] = {"D=256 V=W=4000 T=512": {**BASE, "seq-len": 512}}
     if not quick:
         sizes |= {
@@ -56,7 +57,7 @@ def cases(quick: bool) -> Iterator[Case]:
         sizes |= {f"D=576 V=49152 W={w} T=1024": {**DEMO, "draft-vocab": w} for w in (8192, 49152)}
     for name, size in sizes.items():
         yield Case("all rows", name, size, frozen, has_rivals=True)
-        yield Case("half of the rows", name, {**size, "mask-frac": 0.5}, sparse, has_rivals=True)
+        yield Case("half of the rows", name, {**size, "mask-frac": 0.5}, both, has_rivals=True)
     if not quick:
         part = {"slipstream": {}, **sparse}
         few = {**sizes["D=256 V=W=4000 T=2048"], "mask-frac": 0.4}
