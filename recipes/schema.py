@@ -57,6 +57,8 @@ class Recipe:
     """Names the run."""
     run_dir: str = MISSING
     """Every stage writes below this folder."""
+    data_dir: str = MISSING
+    """Folder of prompts, answers, tokens and hidden states; several runs may share it."""
     seed: int = 0
     plan: bool = False
     """scripts/pipeline.py prints what it would do and stops."""
@@ -77,14 +79,23 @@ class Recipe:
         """Raises ValueError with every mistake in the recipe at once."""
         sections = (self.target, self.data, self.drafter, self.train, self.draft_model, self.eval)
         found = [problem for section in sections for problem in section.problems()]
-        if not self.run_dir.strip():
-            found.append("run_dir is empty: name a folder")
-        if not 0 <= self.seed < 2**31:
-            found.append(f"seed={self.seed} must lie in 0..{2**31 - 1}")
+        found += [
+            f"{key} is empty: name a folder"
+            for key in ("run_dir", "data_dir")
+            if not getattr(self, key).strip()
+        ]
+        for key, seed in (("seed", self.seed), ("train.seed", self.train_seed)):
+            if not 0 <= seed < 2**31:
+                found.append(f"{key}={seed} must lie in 0..{2**31 - 1}")
         found += self.export.problems(self.drafter)
         found += self._kind_problems()
         if found:
             raise ValueError("; ".join(found))
+
+    @property
+    def train_seed(self) -> int:
+        """Seed of training."""
+        return self.seed if self.train.seed is None else self.train.seed
 
     def _kind_problems(self) -> list[str]:
         """What an EAGLE-1 or Medusa head cannot be trained or served with."""

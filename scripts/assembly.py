@@ -35,7 +35,10 @@ def new_head(recipe: Recipe, geometry: DraftGeometry, frozen: FrozenTarget, sour
     config = recipe.drafter
     head: Any = DRAFTERS[config.kind](geometry)
     head.initialise(
-        config.init, lm_head_WD=frozen.lm_head_WD.float(), norm_D=frozen.norm_D.float(), seed=recipe.seed
+        config.init,
+        lm_head_WD=frozen.lm_head_WD.float(),
+        norm_D=frozen.norm_D.float(),
+        seed=recipe.train_seed,
     )
     if config.init is Init.regression and config.kind == "eagle3":
         regression_start(head, source, frozen, num_documents=REGRESSION_DOCUMENTS)

@@ -95,8 +95,11 @@ def recorded_recipe(run_dir: str, overrides: list[str]) -> Recipe:
     path = Path(run_dir) / RECIPE
     if not path.is_file():
         raise ValueError(f"{path} does not exist: name the run_dir of a run")
-    changes = OmegaConf.from_dotlist([f"run_dir={run_dir}", *overrides])
-    recorded = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path), changes)
+    recorded = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path))
+    folders = [f"run_dir={run_dir}"]
+    if recorded.data_dir == recorded.run_dir:
+        folders.append(f"data_dir={run_dir}")
+    recorded = OmegaConf.merge(recorded, OmegaConf.from_dotlist([*folders, *overrides]))
     recipe: Recipe = OmegaConf.to_object(recorded)  # type: ignore[assignment]
     recipe.check()
     return recipe

@@ -79,6 +79,6 @@ def _steps(run: Run) -> str:
     train = run.recipe.train
     if is_complete(run.path("hidden_states")):
         rows = HiddenStateCache(run.path("hidden_states")).rows("train")
-        return f"{len(plan_steps(rows, train, run.recipe.seed)):,}"
+        return f"{len(plan_steps(rows, train, run.recipe.train_seed)):,}"
     shape = f"{train.packs_per_step} x {train.tokens_per_pack:,} tokens a step, {train.epochs} epochs"
     return f"known after capture ({shape})"

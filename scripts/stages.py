@@ -46,13 +46,24 @@ INPUTS: dict[str, tuple[str, ...]] = {
 }
 """Every stage in order, by the name of its folder, with the stages it reads from."""
 
+DATA_STAGES = ("prompts", "regenerated", "tokens", "hidden_states")
+"""What stands in data_dir, so that several runs can share it."""
+
 SECONDS = "seconds.json"
 
 RECIPE = "recipe.yaml"
 """What a run was started with, in its folder."""
 
-NOT_IDENTITY = ("wandb", "log_every", "validate_every", "validate_tokens", "save_every", "keep_checkpoints")
-"""Training settings that do not change the trained weights."""
+NOT_IDENTITY = (
+    "wandb",
+    "log_every",
+    "validate_every",
+    "validate_tokens",
+    "save_every",
+    "keep_checkpoints",
+    "seed",
+)
+"""Training settings that do not change the trained weights, or are compared by another name."""
 
 
 class Run:
@@ -67,7 +78,10 @@ class Run:
         """Folder of a stage; each way to evaluate has its own."""
         if stage == "evaluation":
             return self.folder / stage / value_hash(plain(self.recipe.eval))[:8]
-        return self.folder / stage
+        return self._home(stage) / stage
+
+    def _home(self, stage: str) -> Path:
+        return Path(self.recipe.data_dir) if stage in DATA_STAGES else self.folder
 
     def run(self, stage: str) -> Any:
         """Runs what is missing of a stage; where that is something, the run's folder tells time and recipe.
@@ -106,19 +120,15 @@ class Run:
 
     def seconds(self) -> dict[str, float]:
         """Seconds that stages took, over all restarts, by folder."""
-        path = self.folder / SECONDS
-        if not path.exists():
-            return {}
-        with reading(path, way_out="delete it"):
-            return {str(key): float(value) for key, value in dict(json.loads(path.read_bytes())).items()}
+        return _read_seconds(Path(self.recipe.data_dir) / SECONDS) | _read_seconds(self.folder / SECONDS)
 
     def seconds_key(self, stage: str) -> str:
         """Key of a stage in `seconds`."""
-        return str(self.path(stage).relative_to(self.folder))
+        return str(self.path(stage).relative_to(self._home(stage)))
 
     def _seconds_before(self, stage: str) -> float:
         """Seconds of runs that were stopped: each counts up to the last file it wrote."""
-        manifest, log = self.path(stage) / MANIFEST, self.folder / SECONDS
+        manifest, log = self.path(stage) / MANIFEST, self._home(stage) / SECONDS
         if not manifest.exists():
             return 0.0
         counted = self.seconds().get(self.seconds_key(stage), 0.0)
@@ -130,10 +140,11 @@ class Run:
         return counted
 
     def _write_seconds(self, stage: str, seconds: float) -> None:
-        for leftover in self.folder.glob(".*.tmp"):
+        home = self._home(stage)
+        for leftover in home.glob(".*.tmp"):
             if time.time() - leftover.stat().st_mtime > 60:  # of a killed process, not of one that writes now
                 leftover.unlink()
-        write_json(self.folder / SECONDS, self.seconds() | {self.seconds_key(stage): seconds})
+        write_json(home / SECONDS, _read_seconds(home / SECONDS) | {self.seconds_key(stage): seconds})
 
     @functools.cached_property
     def target(self) -> "Target":
@@ -268,7 +279,7 @@ class Run:
             self.recipe.train,
             frozen=frozen,
             stage=stage,
-            seed=self.recipe.seed,
+            seed=self.recipe.train_seed,
             device=device,
         )
         if engine.rank() == 0:
@@ -357,8 +368,15 @@ class Run:
             "vocab_map": stage_fingerprint(self.path("vocab_map")),
             "drafter": plain(recipe.drafter),
             "train": {key: value for key, value in train.items() if key not in NOT_IDENTITY},
-            "seed": recipe.seed,
+            "seed": recipe.train_seed,
         }
+
+
+def _read_seconds(path: Path) -> dict[str, float]:
+    if not path.exists():
+        return {}
+    with reading(path, way_out="delete it"):
+        return {str(key): float(value) for key, value in dict(json.loads(path.read_bytes())).items()}
 
 
 def uses_export(config: EvalConfig) -> bool:

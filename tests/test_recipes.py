@@ -109,7 +109,9 @@ BAD_VALUES = {
     "drafter.num_key_value_heads": ("-1",),
     "drafter.head_dim": ("-2", "33"),
     "run_dir": ("",),
+    "data_dir": (" ",),
     "seed": ("-1", "2147483648"),
+    "train.seed": ("-1", "2147483648"),
 }
 
 

@@ -135,6 +135,8 @@ class DraftModelConfig:
 class TrainConfig:
     """The optimization."""
 
+    seed: int | None = None
+    """Of first weights, order and survival draws; without it the recipe's seed."""
     epochs: int = 1
     max_steps: int = 0
     """Stop after N optimizer steps; 0 runs all epochs."""

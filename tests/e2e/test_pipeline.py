@@ -250,6 +250,20 @@ def test_a_single_stage_refuses_what_other_settings_made(
         Run(load("tiny", f"run_dir={finished[0]}", override)).run(stage)
 
 
+def test_runs_share_data(
+    finished: tuple[Path, str], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(cache))
+    words = (f"data_dir={finished[0]}", f"run_dir={tmp_path}", "train.seed=7", "drafter.draft_vocab_size=100")
+    run = Run(load("tiny", *words))
+    run.run("vocab_map")
+    run.require("hidden_states")
+    assert run.path("vocab_map").parent == tmp_path
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yaml", "seconds.json", "vocab_map"]
+    assert run.seconds().keys() >= {"prompts", "hidden_states", "vocab_map"}
+    assert run._train_settings()["seed"] == 7
+
+
 def test_an_export_by_itself_knows_its_target(
     finished: tuple[Path, str], tiny_target: Path, tmp_path: Path
 ) -> None:
