@@ -1,6 +1,6 @@
 """Finished measurements side by side: `scripts/compare.py RUN RUN ...`, each a run or evaluation folder."""
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,12 @@ def _cells(report: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """The command."""
+    parser = argparse.ArgumentParser(description="Acceptance of several runs side by side.")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run_dir of a run, or an evaluation folder"
+    )
     try:
-        if len(sys.argv) < 2:
-            raise ValueError("name the folders to compare: scripts/compare.py RUN RUN ...")
-        compare([Path(word) for word in sys.argv[1:]], Console())
+        compare(parser.parse_args().runs, Console())
     except BAD as error:
         fail(error)
 
