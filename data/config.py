@@ -84,13 +84,11 @@ class Backend(Enum):
     """transformers, in this process and its workers."""
     openai = "openai"
     """Any server with an OpenAI-compatible completions endpoint that runs the target."""
-    vllm = "vllm"
-    """The same, with a vLLM server that is started for the stage and ended with it."""
 
 
 @dataclass
 class ServerConfig:
-    """The server of backend=openai and backend=vllm."""
+    """The server of backend=openai."""
 
     url: str = "http://localhost:8000/v1"
     model: str = ""
@@ -103,8 +101,6 @@ class ServerConfig:
     """Seconds for one answer."""
     max_tries: int = 8
     """Of one request, with growing pauses, before the stage stops; what was answered is kept."""
-    vllm_args: list[str] = field(default_factory=list)
-    """For backend=vllm: more words of the server's command line, as [--tensor-parallel-size,"8"]."""
 
 
 @dataclass

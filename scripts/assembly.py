@@ -1,23 +1,14 @@
 """Puts together what training needs: the target's frozen tensors, a head, the module that unrolls it."""
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slipstream.data.cache import HiddenStateCache
-from slipstream.data.config import Backend, RegenerateConfig
-from slipstream.data.files import make_folder
 from slipstream.data.target.resolve import Target
 from slipstream.data.target.weights import read_target_head
 from slipstream.data.vocab_map import read_vocab_map
 from slipstream.drafters.config import DraftGeometry, Init
 from slipstream.drafters.registry import DRAFTERS
-from slipstream.eval.engines.environment import engine_python
-from slipstream.eval.engines.server import vllm_server
 from slipstream.recipes.schema import Recipe
 from slipstream.train.rivals import Eagle1Unroller, MedusaUnroller
 from slipstream.train.ttt import FrozenTarget, Unroller
@@ -37,25 +28,6 @@ def frozen_target(target: Target, map_folder: Path) -> FrozenTarget:
         lm_head_WD=head.lm_head_VD[vocab_map.target_ids_W],
         draft_ids_V=vocab_map.draft_ids_V,
     )
-
-
-@contextlib.contextmanager
-def target_server(recipe: Recipe, target: Target, folder: Path) -> Iterator[RegenerateConfig]:
-    """Serves the target with vLLM while the block lasts; the settings that regenerate with it."""
-    make_folder(folder)
-    config = recipe.data.regenerate
-    serving = vllm_server(
-        engine_python("vllm", recipe.engines.vllm_python),
-        target.path,
-        target.name,
-        dtype=str(target.dtype).removeprefix("torch."),
-        num_gpus=torch.cuda.device_count() if target.device.type == "cuda" else 0,
-        args=config.server.vllm_args,
-        log=folder / "vllm.log",
-    )
-    with serving as url:
-        server = replace(config.server, url=url, model=target.name)
-        yield replace(config, backend=Backend.openai, server=server)
 
 
 def new_head(recipe: Recipe, geometry: DraftGeometry, frozen: FrozenTarget, source: HiddenStateCache) -> Any:

@@ -3,7 +3,6 @@
 Heavy libraries are imported by the stages that need them, so `--help` and bad input answer at once.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from slipstream.data.config import Backend
 from slipstream.data.files import (
     MANIFEST,
     Stage,
@@ -210,15 +208,15 @@ class Run:
         """Lets the target answer the prompts."""
         from slipstream.data import regenerate
 
-        config, folder = self.recipe.data.regenerate, self.path("regenerated")
-        with contextlib.ExitStack() as stack:
-            if not is_complete(folder):
-                self.check_head()
-                if config.backend is Backend.vllm:
-                    from slipstream.scripts.assembly import target_server
-
-                    config = stack.enter_context(target_server(self.recipe, self.target, folder))
-            regenerate.run(config, self.target, self.path("prompts"), folder, self.recipe.seed)
+        if not is_complete(self.path("regenerated")):
+            self.check_head()
+        regenerate.run(
+            self.recipe.data.regenerate,
+            self.target,
+            self.path("prompts"),
+            self.path("regenerated"),
+            self.recipe.seed,
+        )
 
     def _tokenize(self) -> None:
         """Renders the answers with the chat template and marks what the target generated."""
