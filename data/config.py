@@ -77,38 +77,12 @@ class SampleConfig:
     """0 switches the filter off."""
 
 
-class Backend(Enum):
-    """Who writes the answers."""
-
-    hf = "hf"
-    """transformers, in this process and its workers."""
-    openai = "openai"
-    """Any server with an OpenAI-compatible completions endpoint that runs the target."""
-
-
-@dataclass
-class ServerConfig:
-    """The server of backend=openai."""
-
-    url: str = "http://localhost:8000/v1"
-    model: str = ""
-    """As the server names it; empty: the target's name, or the only model it serves."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key, if the server wants one."""
-    concurrency: int = 64
-    """Requests under way at one time."""
-    timeout: float = 600.0
-    """Seconds for one answer."""
-    max_tries: int = 8
-    """Of one request, with growing pauses, before the stage stops; what was answered is kept."""
-
-
 @dataclass
 class RegenerateConfig:
     """The target answers the prompts."""
 
-    backend: Backend = Backend.hf
-    server: ServerConfig = field(default_factory=ServerConfig)
+    backend: str = "hf"
+    """hf (transformers on this machine)."""
     samples: list[SampleConfig] = field(default_factory=lambda: [SampleConfig()])
     max_new_tokens: int = 512
     batch_size: int = 32
@@ -154,9 +128,6 @@ LEAST = {
     "regenerate.max_new_tokens": 1,
     "regenerate.batch_size": 1,
     "regenerate.workers": 0,
-    "regenerate.server.concurrency": 1,
-    "regenerate.server.timeout": 1,
-    "regenerate.server.max_tries": 1,
     "regenerate.max_prompt_tokens": 1,
     "tokenize.max_length": 8,
     "tokenize.min_supervised": 1,
@@ -182,10 +153,8 @@ class DataConfig:
         found = []
         if not self.prompts.paths:
             found.append("data.prompts.paths is empty: name at least one file or data set")
-        if not self.regenerate.server.url.startswith(("http://", "https://")):
-            found.append(
-                f"data.regenerate.server.url={self.regenerate.server.url} must begin with http:// or https://"
-            )
+        if self.regenerate.backend != "hf":
+            found.append(f"data.regenerate.backend={self.regenerate.backend}: only hf exists")
         if not self.regenerate.samples:
             found.append("data.regenerate.samples is empty: [{temperature: 0}] is greedy")
         for i, sample in enumerate(self.regenerate.samples):

@@ -1,12 +1,10 @@
 """The `regenerated` stage: the target answers every prompt, resumable after a kill at any moment.
 
-On this machine the work is a fixed plan of batches. A batch is written in one append when all its
-rows are done, and a batch that was written in part is computed again as a whole: so every row is
-computed in the same company as in an undisturbed run, and `answers.jsonl` is the same to the byte.
-A server answers each row by itself, in any order.
+The work is a fixed plan of batches. A batch is written in one append when all its rows are done,
+and a batch that was written in part is computed again as a whole: so every row is computed in the
+same company as in an undisturbed run, and `answers.jsonl` is the same to the byte.
 """
 
-import asyncio
 import functools
 import hashlib
 import time
@@ -18,22 +16,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.data.backends.hf import Answer, HFGenerator
-from slipstream.data.backends.openai import CompletionServer, RefusedPromptError
+from slipstream.data.backends.hf import HFGenerator
 from slipstream.data.backends.workers import OnStep, num_workers, ordered
-from slipstream.data.config import Backend, RegenerateConfig, SampleConfig
+from slipstream.data.config import RegenerateConfig, SampleConfig
 from slipstream.data.conversations import PROMPTS_FILE, read_answers, read_conversations
-from slipstream.data.files import Stage, append_jsonl, read_jsonl, stage_fingerprint
+from slipstream.data.files import Stage, append_jsonl, stage_fingerprint
 from slipstream.data.progress import Meter, say
 from slipstream.data.target.resolve import Target
 from slipstream.data.template import RefusedError, render_prompt, stop_token_ids
 from slipstream.data.types import Conversation, GeneratedTurn, Message
 
 ANSWERS_FILE = "answers.jsonl"
-REFUSED_FILE = "refused.jsonl"
-"""Prompts that a server refuses, with its reason; they are not tried again."""
-HOW = ("backend", "server", "workers")
-"""Settings that do not change what is asked of the target."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +50,7 @@ def run(config: RegenerateConfig, target: Target, prompts_folder: Path, folder: 
         "target_fingerprint": target.fingerprint,
         "dtype": str(target.dtype),
         "prompts": stage_fingerprint(prompts_folder),
-        **{key: value for key, value in asdict(config).items() if key not in HOW},
+        **{key: value for key, value in asdict(config).items() if key not in ("backend", "workers")},
         "seed": seed,
     }
     stage = Stage(folder, "regenerated", settings)
@@ -66,13 +59,7 @@ def run(config: RegenerateConfig, target: Target, prompts_folder: Path, folder: 
     start = time.monotonic()
     batches, left_out = plan(config, target, read_conversations(prompts_folder / PROMPTS_FILE))
     stage.begin()
-    if config.backend is Backend.openai:
-        jobs = [job for batch in batches for job in batch]
-        asyncio.run(_ask_server(jobs, config, target, folder, seed))
-        if (folder / REFUSED_FILE).exists():
-            left_out["refused"] = len(read_jsonl(folder / REFUSED_FILE, _refused_id))
-    else:
-        _answer_all(batches, config, target, folder / ANSWERS_FILE, seed)
+    _answer_all(batches, config, target, folder / ANSWERS_FILE, seed)
     answers = read_answers(folder / ANSWERS_FILE)
     turns = [turn for answer in answers for turn in answer.turns]
     facts = {
@@ -162,74 +149,6 @@ def _answer_all(
             append_jsonl(path, (row for row in rows if row["id"] not in done))
 
 
-async def _ask_server(
-    jobs: Sequence[Job], config: RegenerateConfig, target: Target, folder: Path, seed: int
-) -> None:
-    """Asks for what the folder does not hold yet; every answer is appended as it comes."""
-    answers, refusals = folder / ANSWERS_FILE, folder / REFUSED_FILE
-    done = {answer.id for answer in read_answers(answers)} if answers.exists() else set()
-    done |= set(read_jsonl(refusals, _refused_id)) if refusals.exists() else set()
-    answers.touch()
-    todo = [job for job in jobs if job.id not in done]
-    if not todo:
-        return
-    tokenizer, queue = target.tokenizer(), iter(todo)
-    server = CompletionServer(
-        config.server,
-        model=target.name,
-        tokenizer=tokenizer,
-        stop_ids=stop_token_ids(target),
-        max_new_tokens=config.max_new_tokens,
-    )
-    num_tokens, start = 0, time.monotonic()
-    with Meter("regenerate", len(jobs), unit="answers") as meter:
-        meter.skip(len(jobs) - len(todo))
-
-        async def work() -> None:
-            nonlocal num_tokens
-            for job in queue:
-                try:
-                    row = await _converse(job, server, tokenizer, seed)
-                except (RefusedPromptError, RefusedError) as refused:
-                    append_jsonl(refusals, [{"id": job.id, "reason": str(refused)}])
-                else:
-                    append_jsonl(answers, [row])
-                    num_tokens += sum(len(turn["token_ids"]) for turn in row["turns"])
-                meter.advance(1, f"{num_tokens / (time.monotonic() - start):,.0f} tokens/s")
-
-        async with server:
-            tasks = [asyncio.create_task(work()) for _ in range(min(config.server.concurrency, len(todo)))]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-
-async def _converse(
-    job: Job, server: CompletionServer, tokenizer: PreTrainedTokenizerFast, seed: int
-) -> dict[str, Any]:
-    """Row of one job: each answer is part of the next prompt."""
-    chat, turns = list(job.prompt.messages[: -job.num_turns]), []
-    for turn in range(job.num_turns):
-        chat.append(job.prompt.messages[turn - job.num_turns])
-        prompt = render_prompt(tokenizer, chat)
-        answer = await server.complete(prompt, job.sampling, _row_seed(seed, job.id, turn))
-        turns.append(_turn(answer, tokenizer))
-        chat.append(Message(role="assistant", content=turns[-1].text))
-    return _answer_row(job, chat, turns)
-
-
-def _turn(answer: Answer, tokenizer: PreTrainedTokenizerFast) -> GeneratedTurn:
-    text_ids = list(answer.token_ids[: -1 if answer.finish_reason == "stop" else None])
-    text = str(tokenizer.decode(text_ids, skip_special_tokens=False))
-    return GeneratedTurn(text=text, token_ids=answer.token_ids, finish_reason=answer.finish_reason)
-
-
-def _refused_id(row: Any) -> str:
-    return str(row["id"])
-
-
 class Answerer:
     """Answers a batch of jobs turn by turn; one for each process."""
 
@@ -257,8 +176,13 @@ class Answerer:
                 on_step,
             )
             for i, answer in zip(live, answers, strict=True):
-                turns[i].append(_turn(answer, self._tokenizer))
-                chats[i].append(Message(role="assistant", content=turns[i][-1].text))
+                stopped = answer.finish_reason == "stop"
+                text_ids = list(answer.token_ids[:-1] if stopped else answer.token_ids)
+                text = str(self._tokenizer.decode(text_ids, skip_special_tokens=False))
+                turns[i].append(
+                    GeneratedTurn(text=text, token_ids=answer.token_ids, finish_reason=answer.finish_reason)
+                )
+                chats[i].append(Message(role="assistant", content=text))
         return [_answer_row(job, chat, made) for job, chat, made in zip(batch, chats, turns, strict=True)]
 
 
