@@ -156,7 +156,9 @@ def test_doctor(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None
     """A good export passes; a damaged one is named, for a recipe and for a recorded run alike."""
     done = run(["scripts/doctor.py", "recipe=tiny", f"run_dir={finished[0]}"], cache)
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["vllm", "sglang"]
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert {state for state, _ in lines} == {"ok"}, done.stdout
+    assert [text.split()[0] for _, text in lines[-2:]] == ["vllm", "sglang"]
     shutil.copytree(finished[0] / "export", tmp_path / "export")
     shutil.copy(finished[0] / "recipe.yaml", tmp_path)
     config = tmp_path / "export" / "config.json"
@@ -164,7 +166,7 @@ def test_doctor(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None
     for words in ([f"run_dir={tmp_path}", "recipe=tiny"], ["--replay", str(tmp_path)]):
         done = run(["scripts/doctor.py", *words], cache)
         assert done.returncode == 2, done.stderr
-        assert done.stderr.startswith("error: as vllm loads it: ")
+        assert done.stderr.startswith("error: bundle: as vllm loads it: ")
         assert "fc_norm.0.weight is missing although fc_norm is set" in done.stderr
     done = run(["scripts/doctor.py", "--replay", str(tmp_path / "gone")], cache)
     assert done.returncode == 2
