@@ -103,7 +103,7 @@ class Recipe:
         if self.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push):
             found.append(f"push={self.push} is no hub id: OWNER/NAME")
         if self.push and self.pull:
-            found.append("push and pull exclude each other: pull first, then push")
+            found.append("push and pull exclude each other: leave one out")
         if self.train.init_from and self.drafter.kind != "eagle3":
             found.append(f"train.init_from reads EAGLE-3 heads, not drafter.kind={self.drafter.kind}")
         return found

@@ -94,7 +94,7 @@ def target_bytes(run: "Run") -> float:
     """The target's weights and the keys and values of a full batch of answers."""
     target, regenerate = run.target, run.recipe.data.regenerate
     model = target.config
-    stored = (model.dtype or torch.float32).itemsize
+    stored = model.dtype.itemsize if isinstance(model.dtype, torch.dtype) else 4
     size = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
     heads = model.num_key_value_heads or model.num_attention_heads
     head_dim = run.geometry.head_dim
