@@ -75,7 +75,7 @@ def test_speculators_form(flags: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_as_the_speculators_library_writes_it(tmp_path: Path) -> None:
-    """Only what differs from defaults, the first layer as layers.0, a copy of the embedding, no newer flag."""
+    """What differs from defaults, the first layer as layers.0, a copy of the embedding, no newer flag."""
     folder = speculators(tmp_path, rms_norm_eps=1e-6, num_attention_heads=2, num_key_value_heads=2)
 
     def rewrite(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
