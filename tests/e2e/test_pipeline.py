@@ -190,6 +190,34 @@ def test_speculators_form(finished: tuple[Path, str], cache: Path, tmp_path: Pat
     assert "SGLang" not in card
     reports = [next(f.glob("evaluation/*/acceptance.json")).read_text() for f in (folder, finished[0])]
     assert len({json.loads(report)["acceptance_length"] for report in reports}) == 1
+    check_pull(folder / "export", finished[0] / "export", cache, tmp_path / "pulled")
+    check_init_from(folder / "export", finished[0], cache, tmp_path / "on")
+
+
+def check_pull(source: Path, plain: Path, cache: Path, folder: Path) -> None:
+    """A speculators head comes back in the plain form, as it was exported at first."""
+    done = run(["scripts/export.py", "recipe=tiny", f"run_dir={folder}", f"pull={source}"], cache)
+    assert done.returncode == 0, done.stderr
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / "export" / name).read_bytes() == (plain / name).read_bytes()
+    assert "as fetched" in done.stderr
+    assert "written anew, in the form of this recipe" in done.stderr
+
+
+def check_init_from(source: Path, first: Path, cache: Path, folder: Path) -> None:
+    """It trains on, with its own vocabulary map, whatever the tokens of the new run would give."""
+    for stage in ("prompts", "regenerated", "tokens", "hidden_states"):
+        shutil.copytree(first / stage, folder / stage)
+    words = [*pipeline(folder), f"train.init_from={source}", "train.max_steps=3", "train.learning_rate=1e-6"]
+    done = run(words, cache)
+    assert done.returncode == 0, done.stderr
+    (before, after) = (load_file(path / "export" / "model.safetensors") for path in (first, folder))
+    assert torch.equal(before["d2t"], after["d2t"])
+    assert 0 < max((before[name].float() - after[name].float()).abs().max().item() for name in before) < 1e-4
+    assert json.loads(done.stdout.splitlines()[-1])["acceptance_length"] > 1.5
+    other = run([*words, "drafter.draft_vocab_size=100"], cache)
+    assert other.returncode == 2
+    assert "draft_vocab_size is 200 there and 100 here: add drafter.draft_vocab_size=200" in other.stderr
 
 
 BAD = {
