@@ -32,7 +32,9 @@ class Measured:
 def write_card(run: "Run") -> bool:
     """Writes the card beside the bundle; whether it has a measurement, made with the recipe's settings."""
     measured = _measured(run)
-    write_text(run.path("export") / CARD, card(run, measured))
+    path, text = run.path("export") / CARD, card(run, measured)
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        write_text(path, text)
     return measured is not None
 
 

@@ -278,11 +278,12 @@ class Run:
         engine.barrier()
         stage = Stage(folder, "train", self._train_settings())
         frozen = frozen_target(self.target, self.path("vocab_map"))
+        imported = None if has_checkpoint(folder) else self.imported  # a resumed run needs it no more
         source = HiddenStateCache(self.path("hidden_states"))
         state = trainer.fit(
             make_unroller(
                 self.recipe,
-                new_head(self.recipe, self.geometry, frozen, source, self.imported),
+                new_head(self.recipe, self.geometry, frozen, source, imported),
                 frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
             ),
             source,
