@@ -95,12 +95,13 @@ def target_bytes(run: "Run") -> float:
     target, regenerate = run.target, run.recipe.data.regenerate
     model = target.config
     stored = model.dtype.itemsize if isinstance(model.dtype, torch.dtype) else 4
-    size: float = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
     heads = model.num_key_value_heads or model.num_attention_heads
     head_dim = run.geometry.head_dim
-    row: int = 2 * model.num_hidden_layers * heads * head_dim * target.dtype.itemsize
+    row = 2 * model.num_hidden_layers * heads * head_dim * target.dtype.itemsize
     length = min(regenerate.max_prompt_tokens + regenerate.max_new_tokens, model.max_position_embeddings)
-    return size * target.dtype.itemsize / stored + regenerate.batch_size * length * row
+    cache: float = regenerate.batch_size * length * row
+    return cache + size * target.dtype.itemsize / stored
 
 
 def training_bytes(run: "Run", num_ranks: int) -> float:

@@ -13,6 +13,7 @@ from slipstream.data.files import Stage, file_hash, write_text
 from slipstream.data.hub import fetch, with_retries
 from slipstream.data.progress import say
 from slipstream.data.target.weights import read_target_head
+from slipstream.data.types import VocabMap
 from slipstream.drafters.checkpoint_format import CONFIG, WEIGHTS
 from slipstream.drafters.config import DraftGeometry
 from slipstream.drafters.importer import ImportedHead, import_head, refuse_other_geometry
@@ -60,13 +61,18 @@ def _read(folder: Path, target: "Target", geometry: DraftGeometry, source: str) 
     return found
 
 
+def map_of(imported: ImportedHead | None) -> VocabMap:
+    """The vocabulary map of an imported head."""
+    assert imported is not None
+    return VocabMap(d2t_W=imported.d2t_W, t2d_V=imported.t2d_V)
+
+
 def pull(run: "Run") -> None:
     """Brings a head into the run's export folder, in the form that the recipe exports.
 
     Raises:
         ValueError: as `fetch_head`; or the folder holds another export.
     """
-    from slipstream.data.types import VocabMap
     from slipstream.scripts.stages import plain
 
     recipe, name = run.recipe, run.recipe.pull
@@ -84,7 +90,7 @@ def pull(run: "Run") -> None:
             folder,
             tensors={name: tensor.to(found.dtype) for name, tensor in found.head.state_dict().items()},
             geometry=run.geometry,
-            vocab_map=VocabMap(d2t_W=found.d2t_W, t2d_V=found.t2d_V),
+            vocab_map=map_of(found),
             target=run.target,
             recipe=recipe,
         )

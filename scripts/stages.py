@@ -31,7 +31,7 @@ from slipstream.recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from slipstream.data.target.resolve import Target
-    from slipstream.data.types import Conversation, VocabMap
+    from slipstream.data.types import Conversation
     from slipstream.drafters.importer import ImportedHead
     from slipstream.eval.comparison import Comparison
 
@@ -232,6 +232,7 @@ class Run:
     def _vocab_map(self) -> None:
         """Chooses the draft vocabulary from the generated tokens."""
         from slipstream.data import vocab_map
+        from slipstream.scripts.hub import map_of
 
         source = self.recipe.train.init_from
         vocab_map.run(
@@ -239,14 +240,8 @@ class Run:
             self.target,
             self.path("tokens"),
             self.path("vocab_map"),
-            given=(source, self._imported_map) if source else None,
+            given=(source, lambda: map_of(self.imported)) if source else None,
         )
-
-    def _imported_map(self) -> "VocabMap":
-        from slipstream.data.types import VocabMap
-
-        assert self.imported is not None
-        return VocabMap(d2t_W=self.imported.d2t_W, t2d_V=self.imported.t2d_V)
 
     def _capture(self) -> None:
         """Caches the target's hidden states."""
