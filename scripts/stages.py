@@ -24,10 +24,11 @@ from slipstream.data.files import (
     write_json,
     write_text,
 )
-from slipstream.data.progress import is_main_process
+from slipstream.data.progress import is_main_process, say
 from slipstream.drafters.config import DraftGeometry, Engine, resolve_geometry, sglang_refusals
 from slipstream.eval.config import EvalConfig, as_list
 from slipstream.recipes.schema import Recipe
+from slipstream.train.config import NOT_IDENTITY
 
 if TYPE_CHECKING:
     from slipstream.data.target.resolve import Target
@@ -50,9 +51,6 @@ SECONDS = "seconds.json"
 
 RECIPE = "recipe.yaml"
 """What a run was started with, in its folder."""
-
-NOT_IDENTITY = ("wandb", "log_every", "validate_every", "validate_tokens", "save_every", "keep_checkpoints")
-"""Training settings that do not change the trained weights."""
 
 
 class Run:
@@ -247,6 +245,7 @@ class Run:
             return
         from slipstream.data.cache import HiddenStateCache
         from slipstream.scripts.assembly import frozen_target, make_unroller, new_head
+        from slipstream.scripts.selecting import make_selection
         from slipstream.train import engine, trainer
         from slipstream.train.checkpoint import has_checkpoint
 
@@ -258,6 +257,7 @@ class Run:
         stage = Stage(folder, "train", self._train_settings())
         frozen = frozen_target(self.target, self.path("vocab_map"))
         source = HiddenStateCache(self.path("hidden_states"))
+        selection = make_selection(self, source)
         state = trainer.fit(
             make_unroller(
                 self.recipe,
@@ -270,10 +270,12 @@ class Run:
             stage=stage,
             seed=self.recipe.seed,
             device=device,
+            selection=selection,
         )
         if engine.rank() == 0:
-            final = f"step-{state.step:07d}/head.safetensors"
-            stage.complete([final], **dataclasses.asdict(state))
+            last = f"step-{state.step:07d}/head.safetensors"
+            best = selection.best_file or last
+            stage.complete(list({best, last}), best=best, last=last, **dataclasses.asdict(state))
         engine.barrier()
 
     def _export(self) -> None:
@@ -290,8 +292,10 @@ class Run:
         stage = Stage(self.path("export"), "export", settings)
         if stage.is_complete:
             return
-        (final,) = read_manifest(self.path("train"))["files"]
-        tensors = read_head(self.path("train") / final)
+        chosen = self.recipe.export.head.value
+        file = self.path("train") / read_manifest(self.path("train"))["facts"][chosen]
+        say(f"export       the {chosen} head: {file}")
+        tensors = read_head(file)
         stage.begin()
         names = write_bundle(
             self.path("export"),

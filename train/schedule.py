@@ -16,9 +16,11 @@ def learning_rate(step: int, *, total_steps: int, config: TrainConfig) -> float:
     if step <= warmup:
         return config.learning_rate * step / warmup
     done = (step - warmup) / max(total_steps - warmup, 1)
+    falling = math.ceil(config.decay_share * total_steps)
     shape = {
         Schedule.linear: 1 - done,
         Schedule.cosine: (1 + math.cos(math.pi * done)) / 2,
         Schedule.constant: 1.0,
+        Schedule.wsd: min(1.0, (total_steps - step) / falling),
     }[config.schedule]
     return config.learning_rate * (config.final_lr_share + (1 - config.final_lr_share) * shape)
