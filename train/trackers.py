@@ -95,7 +95,7 @@ class Wandb:
         """See `Tracker`."""
         self._run.finish()
         if self._is_offline:
-            say(f"wandb        offline; later: wandb sync --append {self._folder / 'wandb'}/offline-run-*")
+            say(f"wandb        offline; later: wandb sync {self._folder / 'wandb'}/offline-run-*")
 
 
 def _can_log_in() -> bool:
