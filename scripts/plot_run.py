@@ -65,9 +65,7 @@ def read_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float
 def _thin(line: list[tuple[float, float]]) -> list[tuple[float, float]]:
     size = -(-len(line) // MAX_POINTS)
     groups = [line[i : i + size] for i in range(0, len(line), size)]
-    return [
-        (sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups
-    ]
+    return [(mean(x for x, _ in group), mean(y for _, y in group)) for group in groups]
 
 
 def _label(name: str) -> str:
