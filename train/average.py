@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from slipstream.train import engine as distributed
 from slipstream.train.checkpoint import HEAD, read_head
 
 SHORTEST = 10
@@ -26,7 +27,8 @@ class Average:
         self.head = head if decay == 0 else copy.deepcopy(head).float().requires_grad_(False)
         """The head to save, decode with and export."""
         if decay and checkpoint is not None:
-            self.head.load_state_dict(read_head(checkpoint / HEAD))
+            saved = read_head(checkpoint / HEAD) if distributed.rank() == 0 else {}
+            self.head.load_state_dict(distributed.from_rank_0(saved))
 
     def to(self, device: torch.device) -> "Average":
         """Moves it to the device of the head."""
