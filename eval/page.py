@@ -6,31 +6,13 @@ from html import escape
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.eval.breakdown import Tau
-from slipstream.eval.charts import bars, lines
+from slipstream.eval.charts import bars, document, lines
 from slipstream.eval.comparison import Comparison
 from slipstream.eval.drafters.registry import short_name
 from slipstream.eval.player import PlayedPrompt, Turn
 
 NUM_SAMPLES = 3
 """Answers shown in colour."""
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --paper: #fff; --soft: #eef1f5; --line: #c9d0da; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #dfe5ee; --paper: #14181f; --soft: #222936; --line: #445; } }
-body { font: 15px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 860px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-td, th { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; }
-td:first-child, th:first-child { text-align: left; }
-svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
-svg .interval { stroke: var(--ink); stroke-width: 2; } svg .grid { stroke: var(--line); stroke-width: .5; }
-svg .axis { opacity: .7; }
-.sample { background: var(--soft); padding: .8rem; border-radius: 6px; white-space: pre-wrap; }
-.drafted { background: #8fd3a8; color: #10301c; border-radius: 2px; }
-.own { background: #f3cf8a; color: #3a2a06; border-radius: 2px; }
-.note { opacity: .75; }
-"""
 
 
 def page(
@@ -58,17 +40,12 @@ def page(
         **(extra or {}),
         "What was drafted": _samples(comparison.played, next(iter(breakdowns)), tokenizer),
     }
-    body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections.items())
     intro = (
         f"{comparison.first.prompts:,} prompts, {first.overall.rounds:,} rounds of the first drafter. tau is "
         f"the mean number of tokens a verification round yields, the target's own included; intervals are "
         f"95 % over prompts."
     )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1><p>{intro}</p>{body}</body></html>\n"
-    )
+    return document(title, intro, sections)
 
 
 def _bar(label: str, tau: Tau) -> tuple[str, float, float, float]:

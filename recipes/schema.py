@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -12,16 +13,25 @@ from omegaconf import MISSING
 from slipstream.data.config import DataConfig, Dtype, TargetConfig
 from slipstream.drafters.config import FEATURE_KINDS, DrafterConfig, Engine, Form, sglang_refusals
 from slipstream.eval.config import EvalConfig
-from slipstream.train.config import DraftModelConfig, TrainConfig
+from slipstream.train.config import DraftModelConfig, LossMean, TrainConfig
 
 OPEN = "target.geometry"
 """The one key whose entries the schema does not list."""
+
+
+class WhichHead(Enum):
+    """Which head of a training run is exported."""
+
+    best = "best"
+    """The one with the longest acceptance length (`train.selection`); without a selection the last."""
+    last = "last"
 
 
 @dataclass
 class ExportConfig:
     """The serving bundle."""
 
+    head: WhichHead = WhichHead.best
     dtype: Dtype = Dtype.auto
     """Type of the written tensors; auto: as trained."""
     format: Form = Form.eagle3
@@ -127,6 +137,8 @@ class Recipe:
         found = []
         if Engine.sglang in self.export.engines or self.export.format is not Form.eagle3:
             found.append(f"drafter.kind={kind} is served by vLLM alone: set export.engines=[vllm]")
+        if self.train.loss.mean is LossMean.sequence:
+            found.append(f"train.loss.mean=sequence is for eagle3 heads, and drafter.kind={kind}")
         if kind == "medusa" and unroll.num_steps != self.drafter.num_heads:
             found.append(
                 f"train.unroll.num_steps={unroll.num_steps} and drafter.num_heads={self.drafter.num_heads} "

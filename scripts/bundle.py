@@ -51,8 +51,8 @@ def write_bundle(
     Returns:
         Names of the files.
     """
-    chosen = recipe.export.dtype
-    dtype = next(iter(tensors.values())).dtype if chosen is Dtype.auto else getattr(torch, chosen.value)
+    chosen = recipe.export.dtype if recipe.export.dtype is not Dtype.auto else recipe.train.deepspeed.dtype
+    dtype = getattr(torch, chosen.value)
     bundle = _BUNDLES[recipe.drafter.kind]
     served, config = bundle(tensors, geometry, vocab_map, target, recipe, dtype)
     with atomic_path(folder / WEIGHTS) as temporary:

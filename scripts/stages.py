@@ -24,10 +24,11 @@ from slipstream.data.files import (
     write_json,
     write_text,
 )
-from slipstream.data.progress import is_main_process
+from slipstream.data.progress import is_main_process, say
 from slipstream.drafters.config import DraftGeometry, Engine, resolve_geometry, sglang_refusals
 from slipstream.eval.config import EvalConfig, as_list
 from slipstream.recipes.schema import Recipe
+from slipstream.train.config import NOT_IDENTITY
 
 if TYPE_CHECKING:
     from slipstream.data.target.resolve import Target
@@ -54,17 +55,6 @@ SECONDS = "seconds.json"
 
 RECIPE = "recipe.yaml"
 """What a run was started with, in its folder."""
-
-NOT_IDENTITY = (
-    "wandb",
-    "log_every",
-    "validate_every",
-    "validate_tokens",
-    "save_every",
-    "keep_checkpoints",
-    "seed",
-)
-"""Training settings that do not change the trained weights, or are compared by another name."""
 
 
 class Run:
@@ -274,6 +264,7 @@ class Run:
             return
         from slipstream.data.cache import HiddenStateCache
         from slipstream.scripts.assembly import frozen_target, make_unroller, new_head
+        from slipstream.scripts.selecting import make_selection
         from slipstream.train import engine, trainer
         from slipstream.train.checkpoint import has_checkpoint
 
@@ -286,6 +277,7 @@ class Run:
         frozen = frozen_target(self.target, self.path("vocab_map"))
         imported = None if has_checkpoint(folder) else self.imported  # a resumed run needs it no more
         source = HiddenStateCache(self.path("hidden_states"))
+        selection = make_selection(self, source)
         state = trainer.fit(
             make_unroller(
                 self.recipe,
@@ -298,10 +290,12 @@ class Run:
             stage=stage,
             seed=self.recipe.train_seed,
             device=device,
+            selection=selection,
         )
         if engine.rank() == 0:
-            final = f"step-{state.step:07d}/head.safetensors"
-            stage.complete([final], **dataclasses.asdict(state))
+            last = f"step-{state.step:07d}/head.safetensors"
+            best = selection.best_file or last
+            stage.complete(list({best, last}), best=best, last=last, **dataclasses.asdict(state))
         engine.barrier()
 
     def _export(self) -> None:
@@ -319,8 +313,10 @@ class Run:
         stage = Stage(self.path("export"), "export", settings)
         if stage.is_complete:
             return
-        (final,) = read_manifest(self.path("train"))["files"]
-        tensors = read_head(self.path("train") / final)
+        chosen = self.recipe.export.head.value
+        file = self.path("train") / read_manifest(self.path("train"))["facts"][chosen]
+        say(f"export       the {chosen} head: {file}")
+        tensors = read_head(file)
         stage.begin()
         names = write_bundle(
             self.path("export"),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.util import find_spec
 from math import inf
 
 from slipstream.data.config import Dtype
@@ -16,8 +17,19 @@ AT_LEAST_1 = (
     "save_every",
     "keep_checkpoints",
 )
-ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm")
-SHARES = ("warmup_share", "final_lr_share")
+ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm", "decay_share")
+NOT_IDENTITY = (
+    "wandb",
+    "tensorboard",
+    "log_every",
+    "validate_every",
+    "validate_tokens",
+    "save_every",
+    "keep_checkpoints",
+    "seed",
+)
+"""Settings that do not change the trained weights."""
+SHARES = ("warmup_share", "final_lr_share", "decay_share")
 
 
 class Schedule(Enum):
@@ -26,6 +38,25 @@ class Schedule(Enum):
     linear = "linear"
     cosine = "cosine"
     constant = "constant"
+    wsd = "wsd"
+    """Stable, and a linear fall over the last `decay_share` of the steps."""
+
+
+class Optimizer(Enum):
+    """What turns gradients into changes of the weights."""
+
+    adamw = "adamw"
+    muon = "muon"
+    """Matrices by Muon, at updates as large as AdamW's; the draft vocabulary's head and norms by AdamW."""
+
+
+class LossMean(Enum):
+    """What the loss is a mean of."""
+
+    token = "token"
+    """Every row counts the same."""
+    sequence = "sequence"
+    """Every document counts the same, however long its answers are."""
 
 
 class LossKind(Enum):
@@ -82,6 +113,8 @@ class LossConfig:
     """What the head is trained for."""
 
     kind: LossKind = LossKind.ce
+    mean: LossMean = LossMean.token
+    """Over all ranks and packs of an optimizer step, separately for each unroll step."""
     teacher: TeacherForm = TeacherForm.recomputed
     chunk_mib: int = 64
     """Size of the float32 logits that exist at one time."""
@@ -99,6 +132,40 @@ class DeepSpeedConfig:
     """0, 1 or 2."""
     dtype: Dtype = Dtype.float32
     """float32, or bfloat16 with float32 master weights."""
+
+
+@dataclass
+class SelectionConfig:
+    """Decodes with the head while it is trained, and keeps the best one instead of the last."""
+
+    every: int = 0
+    """Optimizer steps between two measurements, with one more at the end; 0: never."""
+    num_prompts: int = 32
+    """Prompts, from the validation split, which the ranks share."""
+    max_new_tokens: int = 64
+    num_draft_tokens: int = 4
+    """K of the chain."""
+    seconds: float = 60.0
+    """Limit of a measurement: what the first one manages is what the later ones decode; 0: none."""
+    tolerance: float = 1.0
+    """An earlier head is better than a later one if its acceptance length is higher by more than
+    this many standard errors of the difference over the prompts."""
+    keep: int = 2
+    """Best heads that stay on disk."""
+    patience: int = 0
+    """Training ends when the last N measurements were all worse than the best one; 0: never."""
+
+    def problems(self) -> list[str]:
+        """Every mistake in these settings, one line each."""
+        found = []
+        least = {"every": 0, "num_prompts": 1, "max_new_tokens": 2, "num_draft_tokens": 1, "keep": 1}
+        for key, value in (least | {"patience": 0}).items():
+            if getattr(self, key) < value:
+                found.append(f"train.selection.{key} must be at least {value}")
+        for key in ("seconds", "tolerance"):
+            if not 0 <= getattr(self, key) < inf:
+                found.append(f"train.selection.{key} must be a number >= 0")
+        return found
 
 
 @dataclass
@@ -151,7 +218,9 @@ class TrainConfig:
     fc_learning_rate_share: float = 1.0
     """Of `fc`, as a share of learning_rate. Without fc_norm it reads states of RMS 5 to 50, so the
     same change of a weight moves its output that much more than elsewhere."""
+    optimizer: Optimizer = Optimizer.adamw
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Of AdamW."""
     weight_decay: float = 0.0
     clip_norm: float = 0.5
     warmup_share: float = 0.015
@@ -159,6 +228,11 @@ class TrainConfig:
     schedule: Schedule = Schedule.linear
     final_lr_share: float = 0.0
     """Where the schedule ends, as a share of the peak."""
+    decay_share: float = 0.2
+    """Share of the optimizer steps over which schedule=wsd falls."""
+    ema: float = 0.0
+    """Decay of the moving average of the weights that is validated, selected and exported in their
+    place; the average of the first steps is shorter. 0: the weights themselves."""
     unroll: UnrollConfig = field(default_factory=UnrollConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
@@ -170,6 +244,9 @@ class TrainConfig:
     save_every: int = 500
     """Optimizer steps; also at the end."""
     keep_checkpoints: int = 2
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    tensorboard: bool = False
+    """Also write curves that TensorBoard reads (extra `tensorboard`)."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def problems(self) -> list[str]:
@@ -196,4 +273,18 @@ class TrainConfig:
             found.append(f"train.deepspeed.zero_stage={self.deepspeed.zero_stage}: 0, 1 or 2")
         if self.deepspeed.dtype not in (Dtype.float32, Dtype.bfloat16):
             found.append("train.deepspeed.dtype must be float32 or bfloat16")
+        return found + self.selection.problems() + self._extra_problems()
+
+    def _extra_problems(self) -> list[str]:
+        found = []
+        if not 0 <= self.ema < 1:
+            found.append("train.ema must lie in [0, 1)")
+        if self.optimizer is Optimizer.muon and self.deepspeed.zero_stage > 0:
+            found.append(
+                f"train.optimizer=muon turns whole matrices and train.deepspeed.zero_stage="
+                f"{self.deepspeed.zero_stage} flattens and splits them: set the stage to 0, or "
+                f"train.optimizer=adamw"
+            )
+        if self.tensorboard and find_spec("tensorboard") is None:
+            found.append("train.tensorboard=true needs a package: pip install 'slipstream[tensorboard]'")
         return found

@@ -3,9 +3,8 @@
 import logging
 import os
 import socket
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,9 @@ from torch import Tensor, nn
 
 from slipstream.data.config import Dtype
 from slipstream.train.config import TrainConfig
+from slipstream.train.optimizers import make_optimizer
+
+T = TypeVar("T")
 
 
 def init_distributed() -> torch.device:
@@ -58,6 +60,13 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def from_rank_0(value: T) -> T:
+    """What rank 0 passed; any object that can be pickled."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
 def barrier() -> None:
     """Waits for every rank."""
     dist.barrier()
@@ -101,16 +110,10 @@ class Engine:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         # A kernel of inference that DeepSpeed would compile for minutes at the first start on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(module, config),
-            lr=config.learning_rate,
-            betas=(config.betas[0], config.betas[1]),
-            fused=True,  # in place; the plain one makes copies as large as the parameters
-        )
         self.num_micro_batches = config.packs_per_step // world_size()
         self._engine, *_ = deepspeed.initialize(
             model=module.to(device),
-            optimizer=optimizer,
+            optimizer=make_optimizer(module, config),
             config=deepspeed_settings(config, world_size()),
             dist_init_required=False,
         )
@@ -148,16 +151,3 @@ class Engine:
     def load(self, folder: Path, tag: str) -> None:
         """Reads what `save` wrote; called on every rank."""
         self._engine.load_checkpoint(str(folder), tag=tag)
-
-
-def _parameter_groups(module: nn.Module, config: TrainConfig) -> Iterable[dict[str, Any]]:
-    """Matrices, `fc` with its own rate, and norm weights, which are never decayed."""
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": config.weight_decay, "lr_share": 1.0},
-        {"params": [], "weight_decay": config.weight_decay, "lr_share": config.fc_learning_rate_share},
-        {"params": [], "weight_decay": 0.0, "lr_share": 1.0},
-    ]
-    for name, parameter in module.named_parameters():
-        place = 2 if parameter.dim() < 2 else int(name.endswith(".fc.weight"))
-        groups[place]["params"].append(parameter)
-    return groups

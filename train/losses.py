@@ -86,6 +86,8 @@ class LossRows:
     """int64; the step k."""
     teacher_X: Tensor
     """int64; place among the Q teachers of the chunk."""
+    share_X: Tensor
+    """float32; factor of the row beside that of its step."""
     teacher_Q: Tensor
     """int64; the teachers of all chunks, one chunk after the other."""
     num_steps: int
@@ -100,12 +102,15 @@ class LossRows:
 
     def to(self, device: torch.device) -> "LossRows":
         """Moves the indices to a device."""
-        names = ("row_X", "step_X", "teacher_X", "teacher_Q")
+        names = ("row_X", "step_X", "teacher_X", "share_X", "teacher_Q")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 def plan_loss_rows(
-    rows: Sequence[npt.NDArray[np.int64]], teachers: Sequence[npt.NDArray[np.int64]], chunk_rows: int
+    rows: Sequence[npt.NDArray[np.int64]],
+    teachers: Sequence[npt.NDArray[np.int64]],
+    chunk_rows: int,
+    shares: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> LossRows:
     """Orders the loss rows.
 
@@ -113,10 +118,12 @@ def plan_loss_rows(
         rows: for each step the places of its loss rows among its R rows, ascending.
         teachers: for each step the teacher of each of these rows.
         chunk_rows: rows of a chunk.
+        shares: for each step the factor of each of these rows; 1 without.
     """
     nothing = np.empty(0, dtype=np.int64)
     row_X, teacher_X = np.concatenate([nothing, *rows]), np.concatenate([nothing, *teachers])
     step_X = np.repeat(np.arange(len(rows)), [len(x) for x in rows])
+    share_X = np.ones(len(row_X)) if shares is None else np.concatenate([nothing, *shares])
     chunk_X = np.empty_like(row_X)
     chunk_X[np.argsort(teacher_X, kind="stable")] = np.arange(len(row_X)) // chunk_rows
     order = np.lexsort((row_X, step_X, chunk_X))
@@ -132,6 +139,7 @@ def plan_loss_rows(
         row_X=torch.from_numpy(row_X[order]),
         step_X=torch.from_numpy(step_X[order]),
         teacher_X=torch.from_numpy(np.concatenate(local_X)),
+        share_X=torch.from_numpy(share_X[order]).float(),
         teacher_Q=torch.from_numpy(np.concatenate(teacher_Q)),
         num_steps=len(rows),
         num_rows=num_rows,
@@ -222,13 +230,16 @@ class _FusedHeadLoss(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight_WD, dtype=torch.float32)
         loss_K, correct_K = torch.zeros_like(weight_K), torch.zeros_like(weight_K)
+        total = weight_K.new_zeros(())
         buffers = _buffers(rows, weight_WD)
         for chunk in _chunks(rows):
             parts = chunk.row_C.split(chunk.num_rows)
             state_CD = torch.cat([x.index_select(0, row) for x, row in zip(states, parts, strict=True)])
             final_CD, factor_C1 = rms_norm(state_CD, norm_D, eps)
             grad_CW = _product(final_CD, weight_WD, buffers[0][: len(final_CD)])
-            loss_C, correct_C = _chunk_loss(grad_CW, teacher, chunk, weight_K, kind, buffers[1])
+            weight_C = weight_K[chunk.step_C] * chunk.share_C
+            loss_C, correct_C = _chunk_loss(grad_CW, teacher, chunk, weight_C, kind, buffers[1])
+            total += loss_C @ weight_C
             loss_K.index_add_(0, chunk.step_C, loss_C)
             correct_K.index_add_(0, chunk.step_C, correct_C)
             if needs_grad:
@@ -242,7 +253,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         ctx.grads = (grad_norm.to(norm_D.dtype), grad_weight, grads)
         ctx.dtype = weight_WD.dtype
         ctx.mark_non_differentiable(loss_K, correct_K)
-        return (loss_K * weight_K).sum(), loss_K, correct_K
+        return total, loss_K, correct_K
 
     @staticmethod
     @once_differentiable
@@ -259,13 +270,14 @@ class _Chunk(NamedTuple):
     row_C: Tensor
     step_C: Tensor
     teacher_C: Tensor
+    share_C: Tensor
     teacher_Q: Tensor
     num_rows: list[int]
 
 
 def _chunks(rows: LossRows) -> list[_Chunk]:
     sizes = [sum(num) for num in rows.num_rows]
-    pieces = (rows.row_X.split(sizes), rows.step_X.split(sizes), rows.teacher_X.split(sizes))
+    pieces = [x.split(sizes) for x in (rows.row_X, rows.step_X, rows.teacher_X, rows.share_X)]
     teachers = rows.teacher_Q.split(list(rows.num_teachers))
     return [_Chunk(*piece) for piece in zip(*pieces, teachers, map(list, rows.num_rows), strict=True)]
 
@@ -289,11 +301,11 @@ def _product(states_CD: Tensor, weight_WD: Tensor, out: Tensor) -> Tensor:
 
 
 def _chunk_loss(
-    logits_CW: Tensor, teacher: Teacher, chunk: _Chunk, weight_K: Tensor, kind: LossKind, out: Tensor
+    logits_CW: Tensor, teacher: Teacher, chunk: _Chunk, weight_C: Tensor, kind: LossKind, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Turns the logits into their gradient; loss and correctness of each row as float32."""
     prob_QW, mass_Q = teacher.distribution(chunk.teacher_Q, out)
-    mass_C, weight_C = mass_Q[chunk.teacher_C], weight_K[chunk.step_C]
+    mass_C = mass_Q[chunk.teacher_C]
     wanted_C = teacher.draft_argmax_P[chunk.teacher_Q][chunk.teacher_C]
     # Of equals only the first is the argmax, but logits are never exactly equal.
     at_wanted_C = logits_CW.gather(1, wanted_C.clamp_min(0)[:, None])[:, 0]

@@ -1,10 +1,8 @@
-"""Where training curves go: metrics.jsonl always, Weights & Biases if asked. Rank 0 only."""
+"""The figures of a run: summed over packs and ranks, appended to metrics.jsonl, shown by trackers."""
 
 import contextlib
 import json
 import math
-import os
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +15,9 @@ from slipstream.data.files import reading, write_text
 from slipstream.data.progress import say
 from slipstream.train import engine as distributed
 from slipstream.train.checkpoint import TrainState
-from slipstream.train.config import TrainConfig, WandbConfig, WandbMode
+from slipstream.train.config import TrainConfig
+from slipstream.train.selection import Measured
+from slipstream.train.trackers import Tracker, flatten, trackers
 from slipstream.train.ttt import UnrollOutput
 
 
@@ -49,30 +49,32 @@ def rates(sums: Tensor, prefix: str) -> dict[str, Any]:
 
 
 class Reporter:
-    """Sums the figures of a run and appends them to metrics.jsonl; mirrors to Weights & Biases."""
+    """Sums the figures of a run and appends them to metrics.jsonl; rank 0 writes."""
 
-    def __init__(self, folder: Path, config: TrainConfig, *, device: torch.device, step: int) -> None:
-        """Opens the log, forgetting lines written after the step a run resumes from."""
-        self.note = ""
-        """Latest figures for the progress line."""
+    def __init__(self, folder: Path, config: TrainConfig, *, device: torch.device, state: TrainState) -> None:
+        """Opens the log, forgetting lines written after the state a run resumes from."""
+        self._latest: dict[str, float] = {}
+        """Every figure as it was last written; of the first unroll step where there are several."""
         self._sums = StepSums(config.unroll.num_steps, device)
-        self._waited, self._since = 0.0, time.monotonic()
-        self._folder, self._stream, self._wandb = folder, None, None
+        self._waited = self._since = 0.0
+        self._before = (state.step, state.train_tokens)
+        self._folder, self._stream = folder, None
+        self._trackers: list[Tracker] = []
         if distributed.rank() != 0:
             return
         path = folder / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         with reading(path, way_out="delete it"):
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= state.step]
         write_text(path, "".join(line + "\n" for line in kept))
         self._stream = path.open("a", encoding="utf-8", buffering=1)
-        if config.wandb.mode is not WandbMode.disabled:
-            self._wandb = _start_wandb(folder, config.wandb)
+        self._trackers = trackers(folder, config, state.step)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the block as time spent waiting for data."""
+        """Counts the block as time spent waiting for data; a step begins with it."""
         start = time.monotonic()
+        self._since = self._since or start  # not since the report: it may have been followed by others
         yield
         self._waited += time.monotonic() - start
 
@@ -92,14 +94,36 @@ class Reporter:
                 f"the loss is not finite at step {state.step}: lower train.learning_rate and delete "
                 f"{self._folder}, or set run_dir to another folder"
             )
-        now = time.monotonic()
-        waiting = round(self._waited / max(now - self._since, 1e-9), 4)
-        self._waited, self._since = 0.0, now
-        self.note = f"loss {figures['train/loss'][0]:.3f} accept {figures['train/accept_rate'][0]:.3f}"
-        known = {key: value for key, value in values.items() if value is not None}
-        self._write(
-            state.step, figures | known | {"train_tokens": state.train_tokens, "waiting_share": waiting}
+        now, known = time.monotonic(), {key: value for key, value in values.items() if value is not None}
+        seconds = max(now - self._since, 1e-9)
+        figures |= known | {
+            "train_tokens": state.train_tokens,
+            "tokens_per_second": round((state.train_tokens - self._before[1]) / seconds, 2),
+            "steps_per_second": round((state.step - self._before[0]) / seconds, 4),
+            "waiting_share": round(self._waited / seconds, 4),
+        }
+        self._waited = self._since = 0.0
+        self._before = (state.step, state.train_tokens)
+        self._write(state.step, figures)
+
+    @property
+    def note(self) -> str:
+        """The latest figures for the progress line."""
+        shown = (
+            ("loss", "train/loss", ".3f"),
+            ("accept", "train/accept_rate", ".3f"),
+            ("tau", "selection/acceptance_length", ".3f"),
+            ("lr", "lr", ".2g"),
+            ("waiting", "waiting_share", ".0%"),
         )
+        return "  ".join(
+            f"{name} {self._latest[key]:{form}}" for name, key, form in shown if key in self._latest
+        )
+
+    def losses(self) -> dict[str, float]:
+        """Losses of the first unroll step as they were last written."""
+        names = {"loss": "train/loss", "validation loss": "validation/loss"}
+        return {name: self._latest[key] for name, key in names.items() if key in self._latest}
 
     def validation(self, state: TrainState, sums: Tensor) -> None:
         """Writes validation figures; called on every rank."""
@@ -109,50 +133,25 @@ class Reporter:
             self._write(state.step, figures)
             say(f"validation   step {state.step}: accept rate {figures['validation/accept_rate']}")
 
+    def selection(self, measured: Measured) -> None:
+        """Writes what decoding with the head gave."""
+        figures = {
+            "selection/acceptance_length": round(measured.acceptance_length, 5),
+            "selection/rounds": sum(measured.rounds),
+            "selection/seconds": measured.seconds,
+        }
+        self._write(measured.step, figures)
+
     def _write(self, step: int, values: dict[str, Any]) -> None:
+        self._latest |= {key: x[0] if isinstance(x, list) else x for key, x in values.items()}
         if self._stream is not None:
             self._stream.write(json.dumps({"step": step, **values}) + "\n")
-        if self._wandb is not None:
-            flat: dict[str, float] = {}
-            for key, value in values.items():
-                flat |= (
-                    {f"{key}/{k}": x for k, x in enumerate(value)}
-                    if isinstance(value, list)
-                    else {key: value}
-                )
-            self._wandb.log(flat, step=step)
+        for tracker in self._trackers:
+            tracker.log(step, flatten(values))
 
     def close(self) -> None:
-        """Ends both logs."""
+        """Ends all logs."""
         if self._stream is not None:
             self._stream.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
-
-def _start_wandb(folder: Path, config: WandbConfig) -> Any:
-    import wandb
-
-    mode = config.mode
-    if mode is WandbMode.auto:
-        mode = WandbMode(os.environ.get("WANDB_MODE", "online" if _can_log_in() else "offline"))
-    return wandb.init(
-        project=config.project,
-        name=folder.parent.name,
-        dir=str(folder),
-        mode=mode.value,  # type: ignore[arg-type]
-        resume="allow",
-        settings=wandb.Settings(silent=True, console="off"),
-    )
-
-
-def _can_log_in() -> bool:
-    netrc = Path.home() / ".netrc"
-    known = "WANDB_API_KEY" in os.environ or (netrc.exists() and "wandb" in netrc.read_text())
-    if not known:
-        return False
-    try:
-        socket.create_connection(("api.wandb.ai", 443), timeout=3).close()
-    except OSError:
-        return False
-    return True
+        for tracker in self._trackers:
+            tracker.close()

@@ -15,13 +15,16 @@ from slipstream.data.cache import HiddenStateSource, RowInfo
 from slipstream.data.config import Dtype
 from slipstream.data.files import Stage
 from slipstream.data.progress import Meter, say
+from slipstream.data.types import DraftBatch
 from slipstream.train import engine as distributed
+from slipstream.train.average import Average
 from slipstream.train.checkpoint import TrainState, check_space, latest_checkpoint, save_checkpoint
 from slipstream.train.config import TrainConfig
 from slipstream.train.engine import Engine
 from slipstream.train.metrics import Reporter, StepSums
 from slipstream.train.schedule import learning_rate
-from slipstream.train.ttt import FrozenTarget, Unroller, plan_unroll
+from slipstream.train.selection import Selection
+from slipstream.train.ttt import FrozenTarget, Unroller, UnrollPlan, plan_unroll
 
 PlannedStep = tuple[int, list[list[str]]]
 
@@ -43,7 +46,13 @@ def plan_steps(rows: Sequence[RowInfo], config: TrainConfig, seed: int) -> list[
 
 
 def without_empty_packs(config: TrainConfig, steps: Sequence[PlannedStep]) -> TrainConfig:
-    """The settings, with no more packs in a step than the largest step has, or the ranks need."""
+    """The settings, with no more packs in a step than the largest step has, or the ranks need.
+
+    Raises:
+        ValueError: there is no step.
+    """
+    if not steps:
+        raise ValueError("the hidden-state cache holds no training document: add prompts")
     num_ranks, largest = distributed.world_size(), max(len(packs) for _, packs in steps)
     num_packs = math.ceil(largest / num_ranks) * num_ranks
     if config.packs_per_step <= num_packs:
@@ -75,6 +84,7 @@ def fit(
     stage: Stage,
     seed: int,
     device: torch.device,
+    selection: Selection,
 ) -> TrainState:
     """Trains until the planned steps are done, resuming from the newest complete checkpoint.
 
@@ -86,27 +96,28 @@ def fit(
         stage: begun here, once everything is built; its folder takes checkpoints and logs.
         seed: of order and survival draws.
         device: of this rank.
+        selection: measures heads while they are trained.
 
     Returns:
         The final state; its checkpoint is on disk.
     """
     folder = stage.folder
     steps = plan_steps(source.rows("train"), config, seed)
-    if not steps:
-        raise ValueError("the hidden-state cache holds no training document: add prompts")
     config = without_empty_packs(config, steps)
     check_space(folder, sum(p.numel() for p in unroller.parameters()), config.keep_checkpoints)
     checkpoint, state = latest_checkpoint(folder) or (None, TrainState())
     check_ranks(folder, config, state)
+    average = Average(unroller.head, config.ema, checkpoint).to(device)
     engine = Engine(unroller, config, device)
     if checkpoint is not None:
         engine.load(folder, checkpoint.name)
         say(f"train        resumes after step {state.step} of {len(steps)}")
+    selection.resume(state.step)
     state.num_ranks = distributed.world_size()
     if distributed.rank() == 0:
         stage.begin()
     dtype = torch.bfloat16 if config.deepspeed.dtype is Dtype.bfloat16 else torch.float32
-    reporter = Reporter(folder, config, device=device, step=state.step)
+    reporter = Reporter(folder, config, device=device, state=state)
     feeder = CachedFeeder(
         source,
         steps[state.step :],
@@ -116,24 +127,14 @@ def fit(
         seed=seed,
         pin_memory=device.type == "cuda",
     )
-    chunk_rows = config.loss.chunk_rows(len(frozen.lm_head_WD))
-    decay_K = torch.arange(config.unroll.num_steps)
-    decay_K = (config.unroll.step_decay / config.unroll.survival) ** decay_K.double()
     seconds_before, start = state.seconds, time.monotonic()
     with Meter("train", len(steps), unit="steps") as meter:
         meter.skip(state.step)
-        while state.step < len(steps):
-            # Data: this rank's packs, and which of their rows each unroll step computes.
+        while state.step < len(steps) and not selection.is_over:
+            # Data: this rank's packs, which of their rows each unroll step computes, and their weights.
             with reporter.waiting():
                 packs = feeder.step_packs()
-            plans = [
-                plan_unroll(p, draft_ids_V=frozen.draft_ids_V, config=config.unroll, chunk_rows=chunk_rows)
-                for p in packs
-            ]
-            # Loss: a sum over rows divided by the global count, whatever rank holds them.
-            count_K = torch.stack([plan.count_K for plan in plans]).sum(0)
-            count_K = distributed.sum_over_ranks(count_K.to(device, torch.float32)).cpu()
-            weight_K = (decay_K / count_K.clamp_min(1)).to(device, torch.float32)
+            plans, weight_K, num_tokens = plan_packs(packs, config, frozen, device)
             rate = learning_rate(state.step + 1, total_steps=len(steps), config=config)
             # Step: forward and backward for each pack; the last one updates the weights.
             for batch, plan in zip(packs, plans, strict=True):
@@ -142,22 +143,57 @@ def fit(
                 engine.step(rate)
                 reporter.add(output)
             state.step += 1
-            state.train_tokens += int(count_K[0])
+            average.update(state.step)
+            state.train_tokens += num_tokens
             state.seconds = seconds_before + time.monotonic() - start
-            # Report, validate, save.
+            # Report, validate, decode, save.
             is_last = state.step == len(steps)
             if state.step % config.log_every == 0 or is_last:
                 reporter.report(state, lr=rate, grad_norm=engine.grad_norm())
-            meter.advance(1, reporter.note)
             if state.step % config.validate_every == 0 or is_last:
-                reporter.validation(
-                    state, validate(engine, source, config, frozen=frozen, device=device, seed=seed)
-                )
+                with average.in_place():
+                    reporter.validation(
+                        state, validate(engine, source, config, frozen=frozen, device=device, seed=seed)
+                    )
+            if selection.is_due(state.step, is_last):
+                reporter.selection(selection.measure(state.step, average.head, reporter.losses()))
+                is_last = is_last or selection.is_over
             if state.step % config.save_every == 0 or is_last:
-                save_checkpoint(folder, engine, unroller.head, state, config.keep_checkpoints)
+                save_checkpoint(folder, engine, average.head, state, config.keep_checkpoints)
+                selection.prune()
+            meter.advance(1, reporter.note)
     feeder.close()
     reporter.close()
     return state
+
+
+def plan_packs(
+    packs: Sequence[DraftBatch], config: TrainConfig, frozen: FrozenTarget, device: torch.device
+) -> tuple[list[UnrollPlan], Tensor, int]:
+    """Chooses the rows of this rank's packs.
+
+    The loss is a sum over rows divided by the global count of what it is a mean of, whatever rank
+    holds them.
+
+    Returns:
+        The plans; the factor [K] of every row of an unroll step, on the device; supervised tokens of
+        the optimizer step on all ranks.
+    """
+    plans = [
+        plan_unroll(
+            batch,
+            draft_ids_V=frozen.draft_ids_V,
+            config=config.unroll,
+            chunk_rows=config.loss.chunk_rows(len(frozen.lm_head_WD)),
+            mean=config.loss.mean,
+        )
+        for batch in packs
+    ]
+    sums = torch.stack([torch.stack((plan.count_K, plan.num_terms_K)) for plan in plans]).sum(0)
+    count_K, num_terms_K = distributed.sum_over_ranks(sums.to(device, torch.float32)).cpu()
+    decay_K = (config.unroll.step_decay / config.unroll.survival) ** torch.arange(len(count_K)).double()
+    weight_K = decay_K / num_terms_K.clamp_min(1)
+    return plans, weight_K.to(device, torch.float32), int(count_K[0])
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ captured layers, D hidden size, P teachers, V target vocabulary, W draft vocabul
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from slipstream.drafters.eagle3 import Eagle3Head
 from slipstream.drafters.fused import rms_norm
 from slipstream.drafters.layers import DraftLayer, Rotary, norm_eps
 from slipstream.drafters.ttt_attention import AttentionRows, Chain, attention_rows, unrolled_attention
-from slipstream.train.config import LossConfig, OutsideVocab, TeacherForm, UnrollConfig
+from slipstream.train.config import LossConfig, LossMean, OutsideVocab, TeacherForm, UnrollConfig
 from slipstream.train.losses import LossRows, Teacher, head_loss, plan_loss_rows
 
 
@@ -48,15 +48,22 @@ class UnrollPlan:
     loss_rows: LossRows
     count_K: Tensor
     """float64; rows that would carry loss at each step if every row survived."""
+    num_terms_K: Tensor
+    """float64; what the loss of each step is the mean of: these rows, or the documents they lie in."""
 
     def to(self, device: torch.device) -> "UnrollPlan":
         """Moves the indices to a device."""
         steps = [step.to(device) for step in self.steps]
-        return UnrollPlan(steps=steps, loss_rows=self.loss_rows.to(device), count_K=self.count_K)
+        return replace(self, steps=steps, loss_rows=self.loss_rows.to(device))
 
 
 def plan_unroll(
-    batch: DraftBatch, *, draft_ids_V: Tensor, config: UnrollConfig, chunk_rows: int
+    batch: DraftBatch,
+    *,
+    draft_ids_V: Tensor,
+    config: UnrollConfig,
+    chunk_rows: int,
+    mean: LossMean = LossMean.token,
 ) -> UnrollPlan:
     """Chooses the rows of every step.
 
@@ -69,17 +76,22 @@ def plan_unroll(
         draft_ids_V: draft id of every target id, -1 without one.
         config: unroll settings; survival 1.0 keeps every row.
         chunk_rows: rows whose logits exist at one time.
+        mean: what the loss is a mean of.
     """
     num_live, draw = batch.num_live_T.numpy(), batch.survival_T.numpy()
     teacher = batch.teacher_T.numpy()
     known_P = (draft_ids_V[batch.argmax_P] >= 0).numpy()
     if config.outside_vocab is OutsideVocab.renormalise:
         known_P = np.ones_like(known_P)
-    steps, counts, previous = [], [], np.arange(num_live.size)
-    loss_rows, teachers = [], []
+    document = np.searchsorted(batch.document_starts, np.arange(num_live.size), side="right") - 1
+    steps, counts, num_terms, previous = [], [], [], np.arange(num_live.size)
+    loss_rows, teachers, shares = [], [], []
     for k in range(config.num_steps):
         live = np.flatnonzero(num_live > k)
-        counts.append(float(known_P[teacher[live + k]].sum()))
+        counting = live[known_P[teacher[live + k]]]
+        of_document = np.bincount(document[counting], minlength=len(batch.document_starts))
+        counts.append(float(counting.size))
+        num_terms.append(counts[-1] if mean is LossMean.token else float((of_document > 0).sum()))
         rows = live[draw[live] < config.survival**k]
         if rows.size == 0:
             continue  # subsets are nested, so the steps that compute something stay contiguous
@@ -90,12 +102,17 @@ def plan_unroll(
             )
         )
         loss_rows.append(np.flatnonzero(known_P[teacher[rows + k]]))
-        teachers.append(teacher[rows[loss_rows[-1]] + k])
+        carrying = rows[loss_rows[-1]]
+        teachers.append(teacher[carrying + k])
+        shares.append(
+            np.ones(carrying.size) if mean is LossMean.token else 1 / of_document[document[carrying]]
+        )
         previous = rows
     return UnrollPlan(
         steps=steps,
-        loss_rows=plan_loss_rows(loss_rows, teachers, chunk_rows),
+        loss_rows=plan_loss_rows(loss_rows, teachers, chunk_rows, shares),
         count_K=torch.tensor(counts, dtype=torch.float64),
+        num_terms_K=torch.tensor(num_terms, dtype=torch.float64),
     )
 
 

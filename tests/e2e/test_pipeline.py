@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.data.files import MANIFEST, read_json, write_json
+from slipstream.data.files import MANIFEST, read_json, read_manifest, write_json
 from slipstream.scripts.stages import Run
 from tests.e2e.commands import hashes, run, start
 from tests.test_recipes import load
@@ -219,6 +219,42 @@ def check_init_from(source: Path, first: Path, cache: Path, folder: Path) -> Non
     assert other.returncode == 2
     assert "draft_vocab_size is 200 there and 100 here: add drafter.draft_vocab_size=200" in other.stderr
 
+
+def test_the_best_head_is_exported_and_not_the_last(
+    finished: tuple[Path, str], cache: Path, tmp_path: Path
+) -> None:
+    """The learning rate grows until it destroys what was learnt."""
+    for stage in ("prompts", "regenerated", "tokens", "vocab_map", "hidden_states"):
+        shutil.copytree(finished[0] / stage, tmp_path / stage)
+    words = ["recipe=tiny", f"run_dir={tmp_path}", "train.epochs=6", *BLOWN_UP]
+    done = run(["train.py", *words], cache)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("selection ")]
+    assert all("loss" in line and "acceptance length" in line for line in lines)
+    taus = [
+        1 + sum(row["accepted"]) / sum(row["rounds"]) for row in read_json(tmp_path / "train/selection.json")
+    ]
+    assert len(lines) == len(taus) > 2
+    assert max(taus) > 1.5 > 1.2 > taus[-1]
+    done = run(["scripts/export.py", *words], cache)
+    assert done.returncode == 0, done.stderr
+    best, last = (read_manifest(tmp_path / "train")["facts"][which] for which in ("best", "last"))
+    assert best != last
+    assert f"the best head: {tmp_path / 'train' / best}" in done.stderr
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert torch.equal(exported["fc.weight"], load_file(tmp_path / "train" / best)["fc.weight"])
+    assert not torch.equal(exported["fc.weight"], load_file(tmp_path / "train" / last)["fc.weight"])
+    page = run(["scripts/plot_run.py", str(tmp_path)], cache)
+    assert "Acceptance length" in Path(page.stdout.strip()).read_text()
+
+
+BLOWN_UP = (
+    "train.warmup_share=1",
+    "train.learning_rate=0.1",
+    "train.weight_decay=10",
+    "train.selection.every=7",
+    "train.selection.max_new_tokens=24",
+)
 
 BAD = {
     "unknown key": (["train.learning_rat=1"], "did you mean train.learning_rate"),

@@ -6,8 +6,8 @@ import torch
 
 from slipstream.data.batches import align, pack
 from slipstream.data.types import DraftBatch
-from slipstream.train.config import LossConfig, OutsideVocab, UnrollConfig
-from slipstream.train.ttt import Unroller, plan_unroll
+from slipstream.train.config import LossConfig, LossMean, OutsideVocab, UnrollConfig
+from slipstream.train.ttt import Unroller, UnrollPlan, plan_unroll
 from tests.heads import make_frozen, make_geometry, make_head, make_sample
 
 MASKS = [[0] * 3 + [1] * 9 + [0], [0] * 2 + [1] * 4, [0] * 5, [0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1]]
@@ -82,3 +82,33 @@ def test_a_pack_without_supervision_touches_every_parameter() -> None:
     Unroller(head, frozen, LossConfig())(batch, plan, torch.ones(7)).loss.backward()
     for parameter in head.parameters():
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))  # type: ignore[arg-type]
+
+
+def test_mean_over_sequences() -> None:
+    """The mean of the documents' own means, step by step, in value and gradient: however they are packed."""
+    geometry = make_geometry()
+    head, frozen = make_head(geometry), make_frozen(geometry)
+    unroller = Unroller(head, frozen, LossConfig())
+    config = UnrollConfig(num_steps=4)
+    samples = [make_sample(str(i), mask, geometry=geometry, seed=i) for i, mask in enumerate(MASKS)]
+    documents = [align(sample, seed=0, epoch=0) for sample in samples]
+
+    def planned(batch: DraftBatch, mean: LossMean) -> UnrollPlan:
+        return plan_unroll(batch, draft_ids_V=frozen.draft_ids_V, config=config, chunk_rows=5, mean=mean)
+
+    weight_K, expected = 0.8 ** torch.arange(4.0), torch.zeros(())
+    alone = [(document, planned(document, LossMean.token)) for document in documents]
+    num_documents_K = torch.stack([plan.count_K > 0 for _, plan in alone]).sum(0)
+    for document, plan in alone:
+        own_K = weight_K / plan.count_K.clamp_min(1).float() / num_documents_K.clamp_min(1)
+        expected = expected + unroller(document, plan, own_K).loss
+    whole = pack(documents)
+    plan = planned(whole, LossMean.sequence)
+    assert plan.num_terms_K.tolist() == num_documents_K.tolist()
+    assert plan.count_K.tolist() == planned(whole, LossMean.token).num_terms_K.tolist()
+    output = unroller(whole, plan, weight_K / plan.num_terms_K.clamp_min(1).float())
+    torch.testing.assert_close(output.loss, expected)
+    for a, b in zip(
+        *(torch.autograd.grad(x, list(head.parameters())) for x in (output.loss, expected)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
