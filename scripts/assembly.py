@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from slipstream.data.cache import HiddenStateCache
+from slipstream.data.cache import HiddenStateSource
 from slipstream.data.target.resolve import Target
 from slipstream.data.target.weights import read_target_head
 from slipstream.data.vocab_map import read_vocab_map
@@ -30,7 +30,7 @@ def frozen_target(target: Target, map_folder: Path) -> FrozenTarget:
     )
 
 
-def new_head(recipe: Recipe, geometry: DraftGeometry, frozen: FrozenTarget, source: HiddenStateCache) -> Any:
+def new_head(recipe: Recipe, geometry: DraftGeometry, frozen: FrozenTarget, source: HiddenStateSource) -> Any:
     """A head with its first weights, the same on every rank."""
     config = recipe.drafter
     head: Any = DRAFTERS[config.kind](geometry)

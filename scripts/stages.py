@@ -28,26 +28,13 @@ from slipstream.data.progress import is_main_process
 from slipstream.drafters.config import DraftGeometry, Engine, resolve_geometry, sglang_refusals
 from slipstream.eval.config import EvalConfig, as_list
 from slipstream.recipes.schema import Recipe
+from slipstream.scripts.graph import DATA_STAGES, inputs_of, stages_of
 
 if TYPE_CHECKING:
     from slipstream.data.target.resolve import Target
     from slipstream.data.types import Conversation
     from slipstream.eval.comparison import Comparison
-
-INPUTS: dict[str, tuple[str, ...]] = {
-    "prompts": (),
-    "regenerated": ("prompts",),
-    "tokens": ("regenerated",),
-    "vocab_map": ("tokens",),
-    "hidden_states": ("tokens",),
-    "train": ("vocab_map", "hidden_states"),
-    "export": ("train",),
-    "evaluation": ("export",),
-}
-"""Every stage in order, by the name of its folder, with the stages it reads from."""
-
-DATA_STAGES = ("prompts", "regenerated", "tokens", "hidden_states")
-"""What stands in data_dir, so that several runs can share it."""
+    from slipstream.scripts.sources import States
 
 SECONDS = "seconds.json"
 
@@ -91,7 +78,9 @@ class Run:
         """
         if stage == "train":
             self._prepare_data()
-        for needed in INPUTS[stage] if stage != "evaluation" or uses_export(self.recipe.eval) else ():
+        for needed in (
+            inputs_of(self.recipe, stage) if stage != "evaluation" or uses_export(self.recipe.eval) else ()
+        ):
             self.require(needed)
         if is_complete(self.path(stage)) or not is_main_process():
             return self.method(stage)()
@@ -112,8 +101,10 @@ class Run:
             raise ValueError(
                 f"{self.path(stage)} is not complete: run that stage, or scripts/pipeline.py for all"
             )
-        if stage not in self._sound and all(is_complete(self.path(needed)) for needed in INPUTS[stage]):
-            for needed in INPUTS[stage]:
+        if stage not in self._sound and all(
+            is_complete(self.path(needed)) for needed in inputs_of(self.recipe, stage)
+        ):
+            for needed in inputs_of(self.recipe, stage):
                 self.require(needed)
             self.method(stage)()  # complete: it compares settings and returns
             self._sound.add(stage)
@@ -238,17 +229,22 @@ class Run:
             self.geometry.draft_vocab_size, self.target, self.path("tokens"), self.path("vocab_map")
         )
 
-    def _capture(self) -> None:
-        """Caches the target's hidden states."""
-        from slipstream.data import capture
+    @property
+    def states(self) -> "States":
+        """The target's states for the tokens, on disk or live."""
+        from slipstream.scripts.sources import States
 
-        capture.run(
-            self.recipe.data.capture,
-            self.target,
-            self.geometry.aux_layers,
-            self.path("tokens"),
-            self.path("hidden_states"),
+        return States(
+            recipe=self.recipe,
+            target=self.target,
+            aux_layers=self.geometry.aux_layers,
+            tokens=self.path("tokens"),
+            hidden_states=self.path("hidden_states"),
         )
+
+    def _capture(self) -> None:
+        """Caches the target's hidden states; under torchrun every rank calls this."""
+        self.states.capture()
 
     def _train(self) -> None:
         """Trains the head; under torchrun every rank calls this."""
@@ -256,7 +252,6 @@ class Run:
         if is_complete(folder):
             Stage(folder, "train", self._train_settings())
             return
-        from slipstream.data.cache import HiddenStateCache
         from slipstream.scripts.assembly import frozen_target, make_unroller, new_head
         from slipstream.train import engine, trainer
         from slipstream.train.checkpoint import has_checkpoint
@@ -268,11 +263,11 @@ class Run:
         engine.barrier()
         stage = Stage(folder, "train", self._train_settings())
         frozen = frozen_target(self.target, self.path("vocab_map"))
-        source = HiddenStateCache(self.path("hidden_states"))
+        source, start = self.states.sources()
         state = trainer.fit(
             make_unroller(
                 self.recipe,
-                new_head(self.recipe, self.geometry, frozen, source),
+                new_head(self.recipe, self.geometry, frozen, start),
                 frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
             ),
             source,
@@ -281,6 +276,7 @@ class Run:
             stage=stage,
             seed=self.recipe.train_seed,
             device=device,
+            shuffle_shards=self.recipe.data.shuffle_shards,
         )
         if engine.rank() == 0:
             final = f"step-{state.step:07d}/head.safetensors"
@@ -353,23 +349,27 @@ class Run:
         return measure(self.target, export, config, self.suites, self.path("evaluation"), observe)
 
     def _prepare_data(self) -> None:
-        """Runs the data stages that are missing: rank 0 works, the others wait for its files."""
-        if is_main_process():
-            for stage in ("prompts", "regenerated", "tokens", "vocab_map", "hidden_states"):
+        """Runs the data stages that are missing: rank 0 by itself, but for the capture."""
+        stages = stages_of(self.recipe)
+        for stage in stages[: stages.index("train")]:
+            if is_main_process() or stage == "hidden_states":
                 self.run(stage)
-        while not is_complete(self.path("hidden_states")):
-            time.sleep(0.5)
+            while not is_complete(self.path(stage)):
+                time.sleep(0.5)
 
     def _train_settings(self) -> dict[str, Any]:
         recipe = self.recipe
         train = plain(recipe.train)
-        return {
-            "hidden_states": stage_fingerprint(self.path("hidden_states")),
+        settings = {
+            "hidden_states": self.states.identity(),
             "vocab_map": stage_fingerprint(self.path("vocab_map")),
             "drafter": plain(recipe.drafter),
             "train": {key: value for key, value in train.items() if key not in NOT_IDENTITY},
             "seed": recipe.train_seed,
         }
+        if recipe.data.shuffle_shards:
+            settings["shuffle_shards"] = recipe.data.shuffle_shards
+        return settings
 
 
 def _read_seconds(path: Path) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slipstream.data import capture
+from slipstream.data import capture, states
 from slipstream.data.cache import HiddenStateCache, shard_name
 from slipstream.data.config import CaptureConfig, Dtype
 from slipstream.data.files import Stage, file_hash, read_json
@@ -64,6 +64,7 @@ class TargetStub:
     name: str = "stub"
     fingerprint: str = "1234"
     dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
     loads: int = 0
     make: Callable[[], LlamaForCausalLM] = make_model
 
@@ -152,7 +153,7 @@ def test_cache_equals_one_plain_forward_per_document(tokens: Path, tmp_path: Pat
 def test_logits_in_chunks_equal_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     at_once = capture.capture_batch(model, SAMPLES, AUX_LAYERS, torch.float32)
-    monkeypatch.setattr(capture, "HEAD_ROWS", 4)
+    monkeypatch.setattr(states, "HEAD_ROWS", 4)
     for one, other in zip(
         at_once, capture.capture_batch(model, SAMPLES, AUX_LAYERS, torch.float32), strict=True
     ):
@@ -222,16 +223,14 @@ def test_too_large_a_cache_is_refused_before_the_model_is_loaded(
     tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = TargetStub()
-    with pytest.raises(ValueError, match=r"data\.capture\.max_gigabytes=1e-07"):
-        run(tokens, tmp_path / "states", dataclasses.replace(CONFIG, max_gigabytes=1e-7), target)
+    with pytest.raises(ValueError, match=r"data\.capture\.max_gib=1e-07"):
+        run(tokens, tmp_path / "states", dataclasses.replace(CONFIG, max_gib=1e-7), target)
     assert target.loads == 0
     assert not (tmp_path / "states").exists()
     assert "7 documents, 89 tokens, 42 supervised: 0.00 GB" in capsys.readouterr().err
 
 
 def test_estimate_is_the_size_on_disk(tokens: Path, tmp_path: Path) -> None:
-    # FIELD_FAULTS.md "Disk", and what is stored beside the states.
-    assert capture.estimate_bytes(2_048_000, 2_048_000, 3, 4096, 2) == 67_108_864_000 + 2_048_000 * 13
     config = dataclasses.replace(CONFIG, tokens_per_shard=10_000)
     run(tokens, tmp_path / "states", config)
     facts = read_json(tmp_path / "states" / "manifest.json")["facts"]
