@@ -87,6 +87,11 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
+def record_path(shard: Path) -> Path:
+    """The file that says that a shard is whole."""
+    return shard.with_suffix(".json")
+
+
 class CacheWriter:
     """Writes the shards of one cache, then its index."""
 
@@ -103,7 +108,7 @@ class CacheWriter:
     def has(self, number: int) -> bool:
         """Whether an earlier run wrote this shard, and it is still as it was written."""
         path = self.folder / shard_name(number)
-        record = path.with_suffix(".json")
+        record = record_path(path)
         if not (path.exists() and record.exists()):
             return False
         with reading(record, way_out="delete it, its shard is made anew"):
@@ -112,7 +117,7 @@ class CacheWriter:
 
     def is_recorded(self, number: int) -> bool:
         """Whether a shard was written, sound or not."""
-        return (self.folder / shard_name(number)).with_suffix(".json").exists()
+        return record_path(self.folder / shard_name(number)).exists()
 
     def num_bytes(self) -> int:
         """Size of the shards so far, by whomever."""
@@ -141,12 +146,12 @@ class CacheWriter:
             entries.append({"id": sample.id, "split": split, **sizes, **place})
             token, supervised = token + sizes["num_tokens"], supervised + sizes["num_supervised"]
         record = {"sha256": file_hash(path), "bytes": path.stat().st_size, "rows": entries}
-        write_json(path.with_suffix(".json"), record)
+        write_json(record_path(path), record)
 
     def finish(self, num_shards: int) -> list[str]:
         """Writes the index of shards 0 .. num_shards - 1; returns the names of all outputs."""
         names = [shard_name(number) for number in range(num_shards)]
-        shards = {name: read_json((self.folder / name).with_suffix(".json")) for name in names}
+        shards = {name: read_json(record_path(self.folder / name)) for name in names}
         rows = [row for shard in shards.values() for row in shard.pop("rows")]
         layout: dict[str, Any] = {"format": FORMAT}
         if self._store is not Store.bf16 or self._teacher is not TeacherStore.last_hidden:

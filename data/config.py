@@ -8,6 +8,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+SPREAD = "spread"
+
 
 class Dtype(Enum):
     """Floating-point type of a model."""
@@ -36,7 +38,8 @@ class TargetConfig:
     dtype: Dtype = Dtype.auto
     """Type the target runs in; auto: float32 on a CPU, the checkpoint's own elsewhere."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N; auto: cuda if there is one, else cpu."""
+    """auto, cpu, cuda, cuda:N or spread; auto: cuda if there is one, else cpu; spread: layer after layer
+    over all devices, for a target that one does not hold."""
     geometry: dict[str, Any] = field(default_factory=dict)
     """What the recipe expects of the target's config.json; any difference is refused, and a plan
     can be printed before the target is there."""
@@ -46,8 +49,8 @@ class TargetConfig:
     def problems(self) -> list[str]:
         """Every mistake in these settings, one line each."""
         found = [] if self.name else ["target.name is empty: give a folder or a hub id"]
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            found.append(f"target.device={self.device}: auto, cpu, cuda or cuda:N")
+        if not re.fullmatch(rf"auto|cpu|cuda(:\d+)?|{SPREAD}", self.device):
+            found.append(f"target.device={self.device}: auto, cpu, cuda, cuda:N or {SPREAD}")
         return found
 
 

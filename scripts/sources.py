@@ -28,6 +28,10 @@ class States:
     tokens: Path
     hidden_states: Path
 
+    def settings(self) -> dict[str, object]:
+        """What the hidden_states stage is made with."""
+        return capture.settings(self.recipe.data.capture, self.target, self.aux_layers, self.tokens)
+
     def capture(self) -> None:
         """The hidden_states stage; under torchrun every rank calls this."""
         python = self.recipe.engines.vllm_python
@@ -61,8 +65,7 @@ class States:
         """What tells the states that training reads from all others."""
         if self.recipe.data.source is Source.cached:
             return stage_fingerprint(self.hidden_states)
-        made_by = capture.settings(self.recipe.data.capture, self.target, self.aux_layers, self.tokens)
-        return {"source": "live", **made_by}
+        return {"source": "live", **self.settings()}
 
 
 def _ranks() -> capture.Ranks | None:

@@ -55,12 +55,13 @@ class VllmCapture:
         model = target.config
         self._target, self._python, self._log = target, python, log
         self._layers = (*aux_layers, model.num_hidden_layers)
+        self._asked = sorted(set(self._layers))
         self._dtype, self._topk = dtype, topk
         num_states = 2 * model.num_hidden_layers + len(self._layers)  # keys and values, at most
         self._settings = {
             "model": str(target.path.resolve()),
             "dtype": str(target.dtype).removeprefix("torch."),
-            "layers": list(self._layers),
+            "layers": self._asked,
             "tokens": tokens_per_forward,
             "max_length": max_tokens + ROOM,
             "bytes_per_token": num_states * model.hidden_size * target.dtype.itemsize,
@@ -110,7 +111,8 @@ class VllmCapture:
         path = self._folder / number
         found = load_file(path)
         path.unlink()
-        states_TLD = torch.cat([found[str(i)] for i in range(len(batch))])
+        places = [self._asked.index(layer) for layer in self._layers]
+        states_TLD = torch.cat([found[str(i)] for i in range(len(batch))])[:, places]
         mask_T = torch.cat([sample.loss_mask_T for sample in batch])
         last_PD = states_TLD[mask_T, -1].to(self._norm_D)
         normed_PD = F.rms_norm(last_PD, last_PD.shape[-1:], self._norm_D, self._eps)
