@@ -80,8 +80,12 @@ def capture(llm: Any, documents: Sequence[Sequence[int]], path: Path) -> None:
 
     prompts = [{"prompt_token_ids": list(ids)} for ids in documents]
     one = vllm.SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    finished = llm.generate(prompts, one, use_tqdm=False)
+    # The last states are written in the step after that of the last token, which nobody waits for.
+    while llm.llm_engine.engine_core.engine_core.scheduler.has_requests():
+        llm.llm_engine.step()
     states = {}
-    for number, done in enumerate(llm.generate(prompts, one, use_tqdm=False)):
+    for number, done in enumerate(finished):
         file = done.kv_transfer_params["hidden_states_path"]
         states[str(number)] = own.load_hidden_states(file)["hidden_states"]
         own.cleanup_hidden_states(file)

@@ -14,7 +14,7 @@ from slipstream.data.types import TokenizedSample
 from slipstream.eval.engines.environment import engine_python
 from tests.tiny import make_tiny_target
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(170)]
 NUM_LAYERS = 8
 BOUNDARIES = tuple(range(1, NUM_LAYERS + 1))
 LENGTHS = (40, 3, 17)

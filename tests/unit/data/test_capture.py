@@ -309,7 +309,8 @@ def test_estimate_of_a_small_cache_is_its_size(tokens: Path, tmp_path: Path, sto
 def test_ranks_make_the_cache_of_one_process(tokens: Path, tmp_path: Path) -> None:
     run(tokens, tmp_path / "one")
     meet, folder = threading.Barrier(3), tmp_path / "three"
-    targets = [TargetStub() for _ in range(3)]
+    models = [make_model() for _ in range(3)]  # here, because threads share random numbers
+    targets = [TargetStub(make=lambda model=model: model) for model in models]  # type: ignore[misc]
 
     def work(rank: int) -> None:
         ranks = capture.Ranks(rank=rank, world_size=3, barrier=lambda: meet.wait(20) and None)
