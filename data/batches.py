@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slipstream.data.cache import HiddenStateSource, RowInfo
-from slipstream.data.types import IGNORED, DraftBatch, HiddenStateSample
+from slipstream.data.types import IGNORED, DraftBatch, HiddenStateSample, num_rows
 
 
 def align(sample: HiddenStateSample, *, seed: int, epoch: int) -> DraftBatch:
@@ -33,28 +33,28 @@ def align(sample: HiddenStateSample, *, seed: int, epoch: int) -> DraftBatch:
     >>> rows.token_T.tolist(), rows.num_live_T.tolist(), rows.teacher_T.tolist()
     ([1, 2, 3, 4, 5], [0, 0, 0, 2, 1], [-1, -1, -1, 0, 1])
     """
-    mask = sample.loss_mask_T.numpy()
-    supervised = np.flatnonzero(mask)
-    num_rows = max(int(supervised[-1]) - 1, 0) if supervised.size else 0
+    mask, rows = sample.loss_mask_T.numpy(), num_rows(sample.loss_mask_T)
     run_left, run = np.zeros(mask.size + 1, dtype=np.int64), 0
     for t in range(mask.size - 1, -1, -1):
         run = run + 1 if mask[t] else 0
         run_left[t] = run
-    after = slice(1, num_rows + 1)
+    after = slice(1, rows + 1)
     teacher = np.where(mask, np.cumsum(mask) - 1, IGNORED)
     digest = hashlib.sha256(f"{seed}/{epoch}/{sample.id}".encode()).digest()
     random = np.random.default_rng(int.from_bytes(digest[:8], "big"))
     return DraftBatch(
         token_T=sample.input_ids_T[after],
-        aux_TLD=sample.aux_TLD[:num_rows],
-        position_T=torch.arange(num_rows),
+        aux_TLD=sample.aux_TLD[:rows],
+        position_T=torch.arange(rows),
         num_live_T=torch.from_numpy(np.maximum(run_left[after] - 1, 0)),
-        survival_T=torch.from_numpy(random.random(num_rows, dtype=np.float32)),
+        survival_T=torch.from_numpy(random.random(rows, dtype=np.float32)),
         teacher_T=torch.from_numpy(teacher[after]),
-        document_starts=(0, num_rows),
+        document_starts=(0, rows),
         last_hidden_PD=sample.last_hidden_PD,
         argmax_P=sample.argmax_P,
         logsumexp_P=sample.logsumexp_P,
+        top_ids_PE=sample.top_ids_PE,
+        top_log_probs_PE=sample.top_log_probs_PE,
         ids=(sample.id,),
     )
 
@@ -82,22 +82,31 @@ def pack(documents: Sequence[DraftBatch]) -> DraftBatch:
         last_hidden_PD=joined("last_hidden_PD"),
         argmax_P=joined("argmax_P"),
         logsumexp_P=joined("logsumexp_P"),
+        top_ids_PE=joined("top_ids_PE"),
+        top_log_probs_PE=joined("top_log_probs_PE"),
         ids=[i for document in documents for i in document.ids],
     )
 
 
 def plan_epoch(
-    rows: Sequence[RowInfo], *, tokens_per_pack: int, packs_per_step: int, seed: int, epoch: int
+    rows: Sequence[RowInfo],
+    *,
+    tokens_per_pack: int,
+    packs_per_step: int,
+    seed: int,
+    epoch: int,
+    shuffle_shards: int = 0,
 ) -> list[list[list[str]]]:
     """Decides which documents share a pack and which packs share an optimizer step.
 
-    The plan depends on the rows, the seed and the epoch only, never on the number of ranks.
+    The plan depends on the rows, the seed and the epoch only, never on the number of ranks. With
+    `shuffle_shards` the documents of so many shards, drawn anew in each epoch, are shuffled together.
 
     Returns:
         For each optimizer step its packs, each a list of document ids. Only the last step may
         hold fewer than `packs_per_step` packs.
     """
-    order = np.random.default_rng([seed, epoch]).permutation(len(rows))
+    order = _order(rows, np.random.default_rng([seed, epoch]), shuffle_shards)
     packs: list[list[str]] = []
     used = tokens_per_pack
     for i in order:
@@ -108,6 +117,20 @@ def plan_epoch(
         packs[-1].append(row.id)
         used += row.num_tokens
     return [packs[i : i + packs_per_step] for i in range(0, len(packs), packs_per_step)]
+
+
+def _order(rows: Sequence[RowInfo], random: np.random.Generator, shuffle_shards: int) -> list[int]:
+    if not shuffle_shards:
+        return list(map(int, random.permutation(len(rows))))
+    shards: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        shards.setdefault(row.shard, []).append(i)
+    names = random.permutation(sorted(shards)).tolist()
+    order: list[int] = []
+    for start in range(0, len(names), shuffle_shards):
+        together = [i for name in names[start : start + shuffle_shards] for i in shards[name]]
+        order += map(int, random.permutation(together))
+    return order
 
 
 class Feeder(Protocol):

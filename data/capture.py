@@ -1,56 +1,72 @@
 """Runs the target over the tokenized documents and caches its hidden states.
 
-Boundary b is the state entering layer b (HF `hidden_states[b]`); for an n-layer target boundary n
-is the last layer's output before the final norm, which HF's last entry is not.
-
 The work is planned before it starts: the same documents and settings give the same batches and
 shards, so a killed run continues behind its last whole shard and ends with the same bytes.
 """
 
 import contextlib
-import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from typing import Any
 
 from slipstream.data.cache import STORAGE_DTYPES, CacheWriter
-from slipstream.data.config import CaptureConfig
-from slipstream.data.files import Stage, check_disk, stage_fingerprint
+from slipstream.data.config import CaptureConfig, Store, TeacherStore
+from slipstream.data.files import Stage, stage_fingerprint
 from slipstream.data.progress import Meter, say
+from slipstream.data.sizes import Counts, check_size, count, estimate_bytes, estimate_seconds
+from slipstream.data.states import capture_batch
 from slipstream.data.target.resolve import Target
 from slipstream.data.tokenize import read_samples
 from slipstream.data.types import HiddenStateSample, TokenizedSample
 
-HEAD_ROWS = 512
-"""Rows whose full-vocabulary logits are in memory together."""
+POLL_SECONDS = 0.5
+VLLM_LOG = "vllm.log"
+"""What the engine says, in the stage's folder."""
 
 Batch = list[TokenizedSample]
+Backend = Callable[[Batch], list[HiddenStateSample]]
+"""Runs the target over documents; states at every captured boundary, and the teacher, on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes that share a capture; each takes every n-th shard."""
+
+    rank: int = 0
+    world_size: int = 1
+    barrier: Callable[[], None] = lambda: None
 
 
 def run(
-    config: CaptureConfig, target: Target, aux_layers: tuple[int, ...], tokens_folder: Path, folder: Path
+    config: CaptureConfig,
+    target: Target,
+    aux_layers: tuple[int, ...],
+    tokens_folder: Path,
+    folder: Path,
+    *,
+    ranks: Ranks | None = None,
+    engine_python: Callable[[], Path] | None = None,
 ) -> None:
     """The `hidden_states` stage: the target's states at boundaries `aux_layers` for `tokens.parquet`.
+
+    Args:
+        config: the recipe's section.
+        target: whose states.
+        aux_layers: boundaries.
+        tokens_folder: the stage before.
+        folder: of this stage.
+        ranks: the processes that do this together.
+        engine_python: gives the interpreter of an engine that `config.backend` names.
 
     Raises:
         ValueError: no supervised token, too large for the cap or the disk, a state that the
             storage type cannot hold, or a folder made with other settings.
     """
-    settings = {
-        "target": target.name,
-        "target_fingerprint": target.fingerprint,
-        "target_dtype": str(target.dtype),
-        "aux_layers": aux_layers,
-        "dtype": config.dtype.value,
-        "tokens": stage_fingerprint(tokens_folder),
-        "tokens_per_forward": config.tokens_per_forward,
-        "tokens_per_shard": config.tokens_per_shard,
-    }
-    stage = Stage(folder, "hidden_states", settings)
+    ranks = ranks or Ranks()
+    stage = Stage(folder, "hidden_states", settings(config, target, aux_layers, tokens_folder))
     if stage.is_complete:
         return
     start = time.monotonic()
@@ -60,40 +76,150 @@ def run(
             f"{tokens_folder} holds no supervised token: look at its rows with scripts/show_mask.py "
             f"and run the tokens stage again"
         )
-    facts = _check_size(config, samples, len(aux_layers), target.config.hidden_size, folder)
+    counts = count(samples)
+    num_bytes = _check_size(config, counts, target, len(aux_layers), folder)
     shards = plan_shards(samples, config.tokens_per_forward, config.tokens_per_shard)
-    stage.begin()
-    writer = CacheWriter(folder)
-    missing = [number for number in range(len(shards)) if not writer.has(number)]
-    if missing:
-        model, dtype = target.model(), STORAGE_DTYPES[config.dtype]
-        with Meter("hidden states", facts["tokens"], unit="tokens") as meter:
-            meter.skip(facts["tokens"] - sum(_num_tokens(batch) for i in missing for batch in shards[i]))
-            for number in missing:
-                captured: list[HiddenStateSample] = []
-                for batch in shards[number]:
-                    captured += capture_batch(model, batch, aux_layers, dtype)
-                    meter.advance(_num_tokens(batch))
-                writer.write(number, captured, [sample.split for batch in shards[number] for sample in batch])
-    names = writer.finish(len(shards))
-    stage.complete(names, **facts, seconds=round(time.monotonic() - start, 1))
+    if ranks.rank == 0:
+        stage.begin()
+    ranks.barrier()
+    writer = CacheWriter(folder, store=config.store, teacher=config.teacher)
+    missing = [n for n in range(ranks.rank, len(shards), ranks.world_size) if not writer.has(n)]
+    with _Progress(writer, shards, missing, counts.tokens, num_bytes) as progress:
+        if missing:
+            with _backend(config, target, aux_layers, engine_python, samples, folder) as capture:
+                for number in missing:
+                    _capture_shard(capture, writer, number, shards[number], progress)
+        if ranks.rank == 0:
+            progress.wait_for(set(range(len(shards))) - set(missing))
+    if ranks.rank == 0:
+        facts = {"tokens": counts.tokens, "supervised_tokens": counts.supervised, "bytes": num_bytes}
+        names = writer.finish(len(shards))
+        stage.complete(names, **facts, seconds=round(time.monotonic() - start, 1))
+
+
+def settings(
+    config: CaptureConfig, target: Target, aux_layers: tuple[int, ...], tokens_folder: Path
+) -> dict[str, object]:
+    """Everything that the states depend on; what is as it always was is not named."""
+    found: dict[str, object] = {
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "target_dtype": str(target.dtype),
+        "aux_layers": aux_layers,
+        "dtype": config.dtype.value,
+        "tokens": stage_fingerprint(tokens_folder),
+        "tokens_per_forward": config.tokens_per_forward,
+        "tokens_per_shard": config.tokens_per_shard,
+    }
+    if config.backend != "hf":
+        found["backend"] = config.backend
+    if config.store is not Store.bf16:
+        found["store"] = config.store.value
+    if config.teacher is TeacherStore.topk:
+        found["topk"] = config.topk
+    return found
+
+
+@contextlib.contextmanager
+def _backend(
+    config: CaptureConfig,
+    target: Target,
+    aux_layers: tuple[int, ...],
+    engine_python: Callable[[], Path] | None,
+    samples: Sequence[TokenizedSample],
+    folder: Path,
+) -> Iterator[Backend]:
+    """Starts what runs the target, and ends it."""
+    dtype, topk = STORAGE_DTYPES[config.dtype], top_k(config)
+    if config.backend == "hf":
+        model = target.model()
+        # Looked up at each call, so that a test can count them.
+        yield lambda batch: capture_batch(model, batch, aux_layers, dtype, topk)
+        return
+    from slipstream.data.backends.vllm_capture import VllmCapture
+
+    assert engine_python is not None, "a backend with an environment of its own"
+    with VllmCapture(
+        target,
+        engine_python(),
+        aux_layers,
+        tokens_per_forward=config.tokens_per_forward,
+        max_tokens=max(len(sample.input_ids_T) for sample in samples),
+        dtype=dtype,
+        topk=topk,
+        log=folder / VLLM_LOG,
+    ) as capture:
+        yield capture
+
+
+def top_k(config: CaptureConfig) -> int:
+    """Top tokens of each teacher; 0 where it is the last state."""
+    return config.topk if config.teacher is TeacherStore.topk else 0
+
+
+def _capture_shard(
+    capture: Backend, writer: CacheWriter, number: int, shard: list[Batch], progress: "_Progress"
+) -> None:
+    captured: list[HiddenStateSample] = []
+    for batch in shard:
+        captured += capture(batch)
+        progress.advance(batch)
+    writer.write(number, captured, [sample.split for batch in shard for sample in batch])
+    progress.wrote()
+
+
+class _Progress(AbstractContextManager["_Progress"]):
+    """One line for all ranks: what others have written counts when their shard is whole."""
+
+    def __init__(
+        self, writer: CacheWriter, shards: list[list[Batch]], mine: list[int], num_tokens: int, num_bytes: int
+    ) -> None:
+        self._writer, self._total = writer, num_bytes
+        self._tokens = [sum(map(_num_tokens, shard)) for shard in shards]
+        self._others = set(range(len(shards))) - set(mine)
+        self._rows, self._start, self._disk = 0, time.monotonic(), writer.num_bytes()
+        self._meter = Meter("hidden states", num_tokens, unit="tokens")
+
+    def __enter__(self) -> "_Progress":
+        self._meter.__enter__()
+        there = {number for number in self._others if self._writer.is_recorded(number)}
+        self._meter.skip(sum(self._tokens[number] for number in there))
+        self._others -= there
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._meter.__exit__(*error)
+
+    def advance(self, batch: Batch) -> None:
+        """Counts a forward pass of this rank."""
+        self._rows += len(batch)
+        self._show(_num_tokens(batch))
+
+    def wrote(self) -> None:
+        """A shard of this rank is on the disk, and maybe others of other ranks."""
+        self._disk = self._writer.num_bytes()
+        self._show(self._new_of_others())
+
+    def _show(self, num_tokens: int) -> None:
+        rate = self._rows / max(time.monotonic() - self._start, 1e-9)
+        note = f"{rate:,.1f} rows/s here, {self._disk / 1e9:.2f} of {self._total / 1e9:.2f} GB"
+        self._meter.advance(num_tokens, note)
+
+    def wait_for(self, numbers: set[int]) -> None:
+        """Returns when these shards are whole, whoever writes them."""
+        for number in sorted(numbers):
+            while not self._writer.has(number):
+                time.sleep(POLL_SECONDS)
+            self.wrote()
+
+    def _new_of_others(self) -> int:
+        new = {number for number in self._others if self._writer.is_recorded(number)}
+        self._others -= new
+        return sum(self._tokens[number] for number in new)
 
 
 def _num_tokens(samples: Sequence[TokenizedSample]) -> int:
     return sum(len(sample.input_ids_T) for sample in samples)
-
-
-def estimate_bytes(
-    num_tokens: int, num_supervised: int, num_aux: int, hidden_size: int, bytes_per_element: int
-) -> int:
-    """Size of a cache on disk, but for headers of some hundred bytes a shard.
-
-    >>> round(estimate_bytes(2_048_000, 2_048_000, 3, 4096, 2) / 1e9, 1)
-    67.1
-    """
-    state = hidden_size * bytes_per_element
-    # Beside the states: token id and mask of every token, argmax and log-sum-exp where supervised.
-    return num_tokens * (num_aux * state + 4 + 1) + num_supervised * (state + 4 + 4)
 
 
 def plan_shards(
@@ -121,121 +247,15 @@ def plan_shards(
     return shards
 
 
-@contextlib.contextmanager
-def recorded_states(base: nn.Module, boundaries: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Yields a dict that every forward pass of `base` fills with the states at `boundaries`.
-
-    A boundary is what enters a layer, or the final norm: hooks read it there, because HF's own
-    `hidden_states` keeps all layers and ends with the normed state.
-    """
-    places: list[nn.Module] = [*base.layers, base.norm]  # type: ignore[list-item, misc]
-    states: dict[int, Tensor] = {}
-
-    def keep(boundary: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        states[boundary] = args[0]
-
-    with contextlib.ExitStack() as hooks:
-        for boundary in boundaries:
-            hook = functools.partial(keep, boundary)
-            hooks.enter_context(places[boundary].register_forward_pre_hook(hook))
-        yield states
-
-
-@torch.no_grad()
-def capture_batch(
-    model: PreTrainedModel,
-    samples: Sequence[TokenizedSample],
-    aux_layers: tuple[int, ...],
-    dtype: torch.dtype,
-) -> list[HiddenStateSample]:
-    """One forward pass of the target over documents of any lengths; states of storage type `dtype`.
-
-    Returns:
-        One sample for each document, on the CPU, without padding.
-
-    Raises:
-        ValueError: a state is not finite in the storage type.
-    """
-    base = model.get_decoder()
-    ids = [sample.input_ids_T for sample in samples]
-    masks = [sample.loss_mask_T for sample in samples]
-    ids_BT, mask_BT, real_BT = (
-        nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
-        for rows in (ids, masks, [torch.ones_like(mask_T) for mask_T in masks])
-    )
-    layers = (*aux_layers, len(base.layers))
-    with recorded_states(base, layers) as states:
-        output = base(input_ids=ids_BT, attention_mask=real_BT.long(), use_cache=False)
-    head, normed_PD = model.get_output_embeddings(), output.last_hidden_state[mask_BT]
-    argmax_P, logsumexp_P = _summarise_logits(head, normed_PD)
-    states_TLD = torch.stack([states[layer][real_BT] for layer in layers], dim=1)
-    supervised = [int(mask_T.sum()) for mask_T in masks]
-    parts = zip(
-        samples,
-        _stored(states_TLD, dtype, samples, layers).split([len(row) for row in ids]),
-        argmax_P.cpu().split(supervised),
-        logsumexp_P.cpu().split(supervised),
-        strict=True,
-    )
-    return [
-        HiddenStateSample(
-            id=sample.id,
-            input_ids_T=sample.input_ids_T,
-            loss_mask_T=sample.loss_mask_T,
-            aux_TLD=states[:, :-1],
-            last_hidden_PD=states[sample.loss_mask_T, -1],
-            argmax_P=argmax,
-            logsumexp_P=logsumexp,
-        )
-        for sample, states, argmax, logsumexp in parts
-    ]
-
-
-def _summarise_logits(head: nn.Module, normed_PD: Tensor) -> tuple[Tensor, Tensor]:
-    """Argmax and log-sum-exp of the full-vocabulary logits, never more than a chunk of them."""
-    argmax, logsumexp = [], []
-    for chunk_CD in torch.split(normed_PD, HEAD_ROWS):
-        logits_CV = head(chunk_CD).float()
-        argmax.append(logits_CV.argmax(-1))
-        logsumexp.append(logits_CV.logsumexp(-1))
-    return torch.cat(argmax), torch.cat(logsumexp)
-
-
-def _stored(
-    states_TLD: Tensor, dtype: torch.dtype, samples: Sequence[TokenizedSample], layers: Sequence[int]
-) -> Tensor:
-    """States of all samples in the storage type, on the CPU; refuses what does not fit."""
-    stored_TLD = states_TLD.to(dtype)
-    bad_TLD = ~stored_TLD.isfinite()
-    if bad_TLD.any():
-        # The lowest boundary: from there a nan spreads through all that follow.
-        layer, row, element = bad_TLD.transpose(0, 1).nonzero()[0].tolist()
-        names = [sample.id for sample in samples for _ in sample.input_ids_T]
-        raise ValueError(
-            f"sample {names[row]}: the state at boundary {layers[layer]} holds "
-            f"{states_TLD[row, layer, element].item():g}, which {dtype} cannot store: set "
-            f"data.capture.dtype to bfloat16 or float32 for a large value; for nan or inf run the target "
-            f"itself in another target.dtype"
-        )
-    return stored_TLD.cpu()
-
-
-def _check_size(
-    config: CaptureConfig, samples: Sequence[TokenizedSample], num_aux: int, hidden_size: int, folder: Path
-) -> dict[str, int]:
-    """Says the size of the cache before the first forward pass, and refuses one too large."""
-    num_tokens, num_supervised = _num_tokens(samples), sum(int(s.loss_mask_T.sum()) for s in samples)
-    itemsize = STORAGE_DTYPES[config.dtype].itemsize
-    num_bytes = estimate_bytes(num_tokens, num_supervised, num_aux, hidden_size, itemsize)
+def _check_size(config: CaptureConfig, counts: Counts, target: Target, num_aux: int, folder: Path) -> int:
+    """Says what the cache will take before the first forward pass, and refuses one too large."""
+    model = target.config
+    sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+    num_bytes = estimate_bytes(config, counts, num_aux=num_aux, **sizes)
+    minutes = estimate_seconds(model, counts.tokens, target.device, target.dtype) / 60
     say(
-        f"hidden states: {len(samples):,} documents, {num_tokens:,} tokens, {num_supervised:,} supervised: "
-        f"{num_bytes / 1e9:.2f} GB in {folder}"
+        f"hidden states: {counts.documents:,} documents, {counts.tokens:,} tokens, {counts.supervised:,} "
+        f"supervised: {num_bytes / 1e9:.2f} GB in {folder}, roughly {minutes:,.1f} min of one such device"
     )
-    if num_bytes / 1e9 > config.max_gigabytes:
-        raise ValueError(
-            f"the hidden-state cache would take {num_bytes / 1e9:.2f} GB, more than "
-            f"data.capture.max_gigabytes={config.max_gigabytes}: raise it, or take fewer or shorter documents"
-        )
-    written = sum(file.stat().st_size for file in folder.glob("shard-*.safetensors"))
-    check_disk(folder, num_bytes - written, what="the hidden-state cache")
-    return {"tokens": num_tokens, "supervised_tokens": num_supervised, "bytes": num_bytes}
+    check_size(config, num_bytes, folder)
+    return num_bytes

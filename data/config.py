@@ -8,6 +8,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+SPREAD = "spread"
+
 
 class Dtype(Enum):
     """Floating-point type of a model."""
@@ -36,7 +38,8 @@ class TargetConfig:
     dtype: Dtype = Dtype.auto
     """Type the target runs in; auto: float32 on a CPU, the checkpoint's own elsewhere."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N; auto: cuda if there is one, else cpu."""
+    """auto, cpu, cuda, cuda:N or spread; auto: cuda if there is one, else cpu; spread: layer after layer
+    over all devices, for a target that one does not hold."""
     geometry: dict[str, Any] = field(default_factory=dict)
     """What the recipe expects of the target's config.json; any difference is refused, and a plan
     can be printed before the target is there."""
@@ -46,8 +49,8 @@ class TargetConfig:
     def problems(self) -> list[str]:
         """Every mistake in these settings, one line each."""
         found = [] if self.name else ["target.name is empty: give a folder or a hub id"]
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            found.append(f"target.device={self.device}: auto, cpu, cuda or cuda:N")
+        if not re.fullmatch(rf"auto|cpu|cuda(:\d+)?|{SPREAD}", self.device):
+            found.append(f"target.device={self.device}: auto, cpu, cuda, cuda:N or {SPREAD}")
         return found
 
 
@@ -111,16 +114,64 @@ class TokenizeConfig:
     """Text a template writes into an answer that nobody generated: stop, mask or keep."""
 
 
+class Store(Enum):
+    """How the cache keeps the states of the captured layers."""
+
+    bf16 = "bf16"
+    """Whole: two bytes an element, or what `capture.dtype` says."""
+    fp8 = "fp8"
+    """One byte (e4m3) and a scale for each token and layer."""
+    int8 = "int8"
+    """One byte and a scale for each token and layer."""
+
+
+class TeacherStore(Enum):
+    """What the cache keeps of the target's opinion on the next token."""
+
+    last_hidden = "last_hidden"
+    """The state before the final norm: every logit can be made again."""
+    topk = "topk"
+    """The likeliest tokens with their log-probabilities, and the mass of all others."""
+
+
+class Source(Enum):
+    """Where training takes the target's states from."""
+
+    cached = "cached"
+    """The hidden_states stage."""
+    live = "live"
+    """The target, which runs beside the head: nothing is stored."""
+
+
 @dataclass
 class CaptureConfig:
-    """Hidden states of the target, cached on disk."""
+    """Hidden states of the target."""
 
+    backend: str = "hf"
+    """hf (transformers), or vllm (its extract_hidden_states, in an environment of its own)."""
     dtype: Dtype = Dtype.bfloat16
-    """Storage type."""
+    """Type of the states, from which a smaller store is rounded."""
+    store: Store = Store.bf16
+    """How the captured layers are stored: bf16, fp8 or int8."""
+    teacher: TeacherStore = TeacherStore.last_hidden
+    """last_hidden, or topk; of supervised rows only."""
+    topk: int = 64
+    """Tokens that teacher=topk keeps, 2 to 1024."""
     tokens_per_forward: int = 4096
     tokens_per_shard: int = 65536
-    max_gigabytes: float = 100.0
+    max_gib: float = 100.0
     """Stop before the first forward when the cache would be larger."""
+
+    def problems(self) -> list[str]:
+        """Every mistake in these settings, one line each."""
+        found = []
+        if self.backend not in ("hf", "vllm"):
+            found.append(f"data.capture.backend={self.backend}: hf or vllm")
+        if self.dtype is Dtype.auto:
+            found.append("data.capture.dtype must be float32, bfloat16 or float16")
+        if not 2 <= self.topk <= 1024:
+            found.append("data.capture.topk must lie in 2..1024")
+        return found
 
 
 LEAST = {
@@ -133,6 +184,7 @@ LEAST = {
     "tokenize.min_supervised": 1,
     "capture.tokens_per_forward": 1,
     "capture.tokens_per_shard": 1,
+    "shuffle_shards": 0,
 }
 """Smallest values of settings of `DataConfig`."""
 
@@ -145,6 +197,13 @@ class DataConfig:
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
+    source: Source = Source.cached
+    """cached: capture first, then train; live: the target runs beside the head."""
+    live_gib: float = 4.0
+    """Memory in which a live source keeps the states it has made, to be used again."""
+    shuffle_shards: int = 0
+    """Documents of so many shards are shuffled together, so that reads stay near each other and a
+    live target runs once an epoch; 0 shuffles all documents."""
     validation_share: float = 0.05
     """Share of the prompts (by id hash) kept out of training."""
 
@@ -167,8 +226,19 @@ class DataConfig:
             found.append("data.prompts.max_dropped_share must lie in [0, 1]")
         if self.tokenize.on_inserted not in ("stop", "mask", "keep"):
             found.append(f"data.tokenize.on_inserted={self.tokenize.on_inserted}: stop, mask or keep")
-        if self.capture.dtype is Dtype.auto:
-            found.append("data.capture.dtype must be float32, bfloat16 or float16")
+        found += self.capture.problems() + self._live_problems()
         if not 0 <= self.validation_share < 1:
             found.append("data.validation_share must lie in [0, 1)")
         return found
+
+    def _live_problems(self) -> list[str]:
+        """What makes no sense without a cache."""
+        whole = CaptureConfig()
+        stored = {key: getattr(self.capture, key) for key in ("backend", "store", "teacher")}
+        wanted = {key: getattr(whole, key) for key in stored}
+        if self.source is Source.live and stored != wanted:
+            return [
+                "data.source=live stores nothing: leave data.capture.backend, data.capture.store and "
+                "data.capture.teacher as they are"
+            ]
+        return ["data.live_gib must be above 0"] if not self.live_gib > 0 else []

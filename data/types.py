@@ -1,7 +1,8 @@
 """Values that pass from one data stage to the next.
 
 Shape suffixes: T token (or row) of one document, P supervised token of one document, L captured
-layer, D target hidden size, V target vocabulary, W draft vocabulary.
+layer, D target hidden size, E entry of a teacher's top tokens (0 without), V target vocabulary, W draft
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,16 @@ from torch import Tensor
 
 IGNORED = -1
 """Teacher index of a row that has no teacher."""
+
+
+def num_rows(loss_mask_T: Tensor) -> int:
+    """Rows of a document that alignment keeps: its last supervised token is the last one predicted."""
+    supervised = loss_mask_T.nonzero()
+    return max(int(supervised[-1]) - 1, 0) if len(supervised) else 0
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,13 +126,18 @@ class HiddenStateSample:
     loss_mask_T: Tensor
     """bool."""
     aux_TLD: Tensor
-    """States entering the captured layers (boundary indices), storage dtype."""
+    """States entering the captured layers (boundary indices), storage dtype; a small store leaves out
+    the tokens behind the last row that alignment keeps."""
     last_hidden_PD: Tensor
     """State before the target's final norm, storage dtype."""
     argmax_P: Tensor
     """int64; the target's most likely next token over its whole vocabulary."""
     logsumexp_P: Tensor
     """float32; log-sum-exp of the target's logits over its whole vocabulary."""
+    top_ids_PE: Tensor = field(default_factory=_nothing)
+    """int64; the likeliest tokens, in the place of the last state, which is then [P, 0]."""
+    top_log_probs_PE: Tensor = field(default_factory=_nothing)
+    """float32; of these; what is missing to a sum of 1 is the mass of all other tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +164,8 @@ class DraftBatch:
     last_hidden_PD: Tensor
     argmax_P: Tensor
     logsumexp_P: Tensor
+    top_ids_PE: Tensor = field(default_factory=_nothing)
+    top_log_probs_PE: Tensor = field(default_factory=_nothing)
     ids: Sequence[str] = field(default=())
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "DraftBatch":
@@ -161,4 +179,5 @@ class DraftBatch:
 
 
 _STATES = ("aux_TLD", "last_hidden_PD")
-_OTHERS = ("token_T", "position_T", "num_live_T", "survival_T", "teacher_T", "argmax_P", "logsumexp_P")
+_TEACHERS = ("argmax_P", "logsumexp_P", "top_ids_PE", "top_log_probs_PE")
+_OTHERS = ("token_T", "position_T", "num_live_T", "survival_T", "teacher_T", *_TEACHERS)

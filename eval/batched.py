@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.data.capture import recorded_states
+from slipstream.data.states import recorded_states
 from slipstream.drafters.eagle3 import Eagle3Head
 from slipstream.eval.guard import SpeculationGuard
 from slipstream.eval.ragged import Columns, RaggedCache, RaggedDraftCache, pad_rows

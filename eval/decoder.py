@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.data.capture import recorded_states
+from slipstream.data.states import recorded_states
 from slipstream.data.target.kv_cache import PreallocatedCache
 from slipstream.eval.drafting import Draft, Drafter
 from slipstream.eval.tree import accept_tree_greedy, accept_tree_sampled, tree_inputs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.data.capture import recorded_states
+from slipstream.data.states import recorded_states
 from slipstream.drafters.layers import DraftCache
 from slipstream.eval.charts import lines
 from slipstream.eval.drafters.eagle import EagleModel

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from slipstream.data.config import DataConfig, Dtype, TargetConfig
+from slipstream.data.config import DataConfig, Dtype, TargetConfig, TeacherStore
 from slipstream.drafters.config import FEATURE_KINDS, DrafterConfig, Engine, Form, sglang_refusals
 from slipstream.eval.config import EvalConfig
 from slipstream.train.config import DraftModelConfig, LossMean, TrainConfig
@@ -135,6 +135,8 @@ class Recipe:
         if kind not in FEATURE_KINDS:
             return []
         found = []
+        if self.data.capture.teacher is TeacherStore.topk:
+            found.append(f"drafter.kind={kind} learns from last states: data.capture.teacher=last_hidden")
         if Engine.sglang in self.export.engines or self.export.format is not Form.eagle3:
             found.append(f"drafter.kind={kind} is served by vLLM alone: set export.engines=[vllm]")
         if self.train.loss.mean is LossMean.sequence:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from slipstream.data.cache import HiddenStateCache
+from slipstream.data.cache import HiddenStateSource
 from slipstream.data.target.resolve import Target
 from slipstream.data.target.weights import read_target_head
 from slipstream.data.vocab_map import read_vocab_map
@@ -37,7 +37,7 @@ def new_head(
     recipe: Recipe,
     geometry: DraftGeometry,
     frozen: FrozenTarget,
-    source: HiddenStateCache,
+    source: HiddenStateSource,
     imported: ImportedHead | None = None,
 ) -> Any:
     """A head with its first weights, the same on every rank: those of an imported one, if there is one.

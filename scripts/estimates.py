@@ -4,11 +4,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.data.cache import STORAGE_DTYPES
-from slipstream.data.capture import estimate_bytes
-from slipstream.data.config import Dtype, PromptsConfig
+from slipstream.data.config import Dtype, PromptsConfig, Source
 from slipstream.data.conversations import load_prompts, source_files
 from slipstream.data.files import is_complete, read_manifest
+from slipstream.data.sizes import Counts, estimate_bytes
 from slipstream.data.template import RefusedError, render_prompt
 from slipstream.drafters.registry import DRAFTERS
 from slipstream.train.checkpoint import BYTES_PER_WEIGHT
@@ -50,11 +49,16 @@ def disk_bytes(run: "Run") -> tuple[int, str]:
         kept = (recipe.train.keep_checkpoints + 1) * num_weights(run) * BYTES_PER_WEIGHT
     if is_complete(run.path("hidden_states")):
         return kept, "checkpoints"
+    if recipe.data.source is Source.live:
+        return kept, "checkpoints"
     num_tokens, num_supervised, source = _num_tokens(run)
-    itemsize = STORAGE_DTYPES[recipe.data.capture.dtype].itemsize
     geometry = run.geometry
     cache = estimate_bytes(
-        num_tokens, num_supervised, len(geometry.aux_layers), geometry.hidden_size, itemsize
+        recipe.data.capture,
+        Counts(documents=0, tokens=num_tokens, supervised=num_supervised, rows=num_tokens),
+        num_aux=len(geometry.aux_layers),
+        hidden_size=geometry.hidden_size,
+        vocab_size=geometry.vocab_size,
     )
     return kept + cache, f"checkpoints, and hidden states of {source}"
 

@@ -14,7 +14,8 @@ from slipstream.data.files import is_complete, read_manifest
 from slipstream.data.progress import say
 from slipstream.recipes.schema import Recipe
 from slipstream.scripts.cli import command
-from slipstream.scripts.stages import INPUTS, Run
+from slipstream.scripts.graph import stages_of
+from slipstream.scripts.stages import Run
 
 if TYPE_CHECKING:
     from slipstream.eval.acceptance import AcceptanceReport
@@ -37,7 +38,7 @@ def pipeline(recipe: Recipe) -> None:
         hub.check_target_id(recipe)
         hub.check_token(recipe.push)
     report: Any = None
-    for stage in INPUTS:
+    for stage in stages_of(run.recipe):
         say(f"-- {stage}: {'complete' if is_complete(run.path(stage)) else 'running'}")
         if stage == "train":
             _train_on_all_gpus(run)
@@ -66,7 +67,7 @@ def _train_on_all_gpus(run: Run) -> None:
 def summary(run: Run, report: "AcceptanceReport") -> dict[str, Any]:
     """What a script wants to know of a finished run."""
     seconds = run.seconds()
-    keys = {stage: run.seconds_key(stage) for stage in INPUTS}
+    keys = {stage: run.seconds_key(stage) for stage in stages_of(run.recipe)}
     return {
         "target": run.recipe.target.name,
         "drafter": run.recipe.drafter.kind,

@@ -6,12 +6,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.data.cache import STORAGE_DTYPES, HiddenStateCache
-from slipstream.data.capture import estimate_bytes
+from slipstream.data.cache import HiddenStateCache
+from slipstream.data.config import Source
 from slipstream.data.files import MANIFEST, is_complete, read_manifest
+from slipstream.data.sizes import Counts, estimate_bytes
 from slipstream.drafters.config import TARGET_KEYS, DraftGeometry, resolve_geometry
 from slipstream.drafters.registry import DRAFTERS
-from slipstream.scripts.stages import INPUTS, Run
+from slipstream.scripts.graph import stages_of
+from slipstream.scripts.stages import Run
 
 COUNTS = {"prompts": "kept", "regenerated": "answers", "tokens": "kept", "hidden_states": "supervised_tokens"}
 """The fact of a complete stage that tells its size."""
@@ -23,7 +25,7 @@ def print_plan(run: Run) -> None:
     table = Table(title=f"{run.recipe.name}: stages in {run.folder}")
     for column in ("stage", "state", "size"):
         table.add_column(column)
-    for name in INPUTS:
+    for name in stages_of(run.recipe):
         table.add_row(name, *_state(run, name))
     console.print(table)
     facts = Table(show_header=False)
@@ -49,9 +51,14 @@ def _facts(run: Run) -> dict[str, str]:
     with torch.device("meta"):
         head: torch.nn.Module = DRAFTERS[recipe.drafter.kind](geometry)
     sizes = {name: p.numel() for name, p in head.named_parameters()}
-    storage = STORAGE_DTYPES[recipe.data.capture.dtype].itemsize
     per_token = [
-        estimate_bytes(1, supervised, len(geometry.aux_layers), geometry.hidden_size, storage)
+        estimate_bytes(
+            recipe.data.capture,
+            Counts(documents=1, tokens=1, supervised=supervised, rows=1),
+            num_aux=len(geometry.aux_layers),
+            hidden_size=geometry.hidden_size,
+            vocab_size=geometry.vocab_size,
+        )
         for supervised in (0, 1)
     ]
     unroll = recipe.train.unroll
@@ -60,7 +67,9 @@ def _facts(run: Run) -> dict[str, str]:
         "captured boundaries": str(list(geometry.aux_layers)),
         "draft vocabulary": f"{geometry.draft_vocab_size:,}",
         "parameters of the head": f"{sum(sizes.values()):,} (lm_head {sizes.get('lm_head.weight', 0):,})",
-        "disk per token": f"{per_token[0]:,} bytes of prompt, {per_token[1]:,} bytes of answer",
+        "disk per token": "none, the target runs beside the head"
+        if recipe.data.source is Source.live
+        else f"{per_token[0]:,} bytes of prompt, {per_token[1]:,} bytes of answer",
         "unroll": f"{unroll.num_steps} steps, decay {unroll.step_decay}, survival {unroll.survival}",
         "optimizer steps": _steps(run),
     }
@@ -76,9 +85,9 @@ def plan_geometry(run: Run) -> DraftGeometry:
 def _steps(run: Run) -> str:
     from slipstream.train.trainer import plan_steps
 
-    train = run.recipe.train
-    if is_complete(run.path("hidden_states")):
+    train, data = run.recipe.train, run.recipe.data
+    if data.source is Source.cached and is_complete(run.path("hidden_states")):
         rows = HiddenStateCache(run.path("hidden_states")).rows("train")
-        return f"{len(plan_steps(rows, train, run.recipe.train_seed)):,}"
+        return f"{len(plan_steps(rows, train, run.recipe.train_seed, data.shuffle_shards)):,}"
     shape = f"{train.packs_per_step} x {train.tokens_per_pack:,} tokens a step, {train.epochs} epochs"
     return f"known after capture ({shape})"

@@ -17,6 +17,7 @@ import torch
 
 from slipstream.data.config import Dtype
 from slipstream.data.files import check_disk, is_complete, read_json
+from slipstream.data.sizes import GIB
 from slipstream.drafters.config import FEATURE_KINDS, resolve_aux_layers
 from slipstream.scripts import estimates
 
@@ -207,10 +208,10 @@ def _disk(run: "Run") -> str:
     needed, source = estimates.disk_bytes(run)
     check_disk(run.folder, needed, what=f"the run ({source})")
     existing = next(path for path in (run.folder.absolute(), *run.folder.absolute().parents) if path.exists())
-    cap = run.recipe.data.capture.max_gigabytes
+    cap = run.recipe.data.capture.max_gib
     text = f"{needed / 1e9:.2f} GB needed ({source}), {shutil.disk_usage(existing).free / 1e9:.2f} GB free"
-    if needed / 1e9 > cap:
-        return Warn(f"{text}; data.capture.max_gigabytes={cap:g} may stop the capture stage: raise it")
+    if needed / GIB > cap:
+        return Warn(f"{text}; data.capture.max_gib={cap:g} may stop the capture stage: raise it")
     return text
 
 

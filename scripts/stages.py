@@ -28,6 +28,7 @@ from slipstream.data.progress import is_main_process, say
 from slipstream.drafters.config import DraftGeometry, Engine, resolve_geometry, sglang_refusals
 from slipstream.eval.config import EvalConfig, as_list
 from slipstream.recipes.schema import Recipe
+from slipstream.scripts.graph import DATA_STAGES, inputs_of, stages_of
 from slipstream.train.config import NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -35,21 +36,7 @@ if TYPE_CHECKING:
     from slipstream.data.types import Conversation
     from slipstream.drafters.importer import ImportedHead
     from slipstream.eval.comparison import Comparison
-
-INPUTS: dict[str, tuple[str, ...]] = {
-    "prompts": (),
-    "regenerated": ("prompts",),
-    "tokens": ("regenerated",),
-    "vocab_map": ("tokens",),
-    "hidden_states": ("tokens",),
-    "train": ("vocab_map", "hidden_states"),
-    "export": ("train",),
-    "evaluation": ("export",),
-}
-"""Every stage in order, by the name of its folder, with the stages it reads from."""
-
-DATA_STAGES = ("prompts", "regenerated", "tokens", "hidden_states")
-"""What stands in data_dir, so that several runs can share it."""
+    from slipstream.scripts.sources import States
 
 SECONDS = "seconds.json"
 
@@ -82,7 +69,9 @@ class Run:
         """
         if stage == "train":
             self._prepare_data()
-        for needed in INPUTS[stage] if stage != "evaluation" or uses_export(self.recipe.eval) else ():
+        for needed in (
+            inputs_of(self.recipe, stage) if stage != "evaluation" or uses_export(self.recipe.eval) else ()
+        ):
             self.require(needed)
         if is_complete(self.path(stage)) or not is_main_process():
             return self.method(stage)()
@@ -103,8 +92,10 @@ class Run:
             raise ValueError(
                 f"{self.path(stage)} is not complete: run that stage, or scripts/pipeline.py for all"
             )
-        if stage not in self._sound and all(is_complete(self.path(needed)) for needed in INPUTS[stage]):
-            for needed in INPUTS[stage]:
+        if stage not in self._sound and all(
+            is_complete(self.path(needed)) for needed in inputs_of(self.recipe, stage)
+        ):
+            for needed in inputs_of(self.recipe, stage):
                 self.require(needed)
             self.method(stage)()  # complete: it compares settings and returns
             self._sound.add(stage)
@@ -244,17 +235,22 @@ class Run:
             given=(source, lambda: map_of(self.imported)) if source else None,
         )
 
-    def _capture(self) -> None:
-        """Caches the target's hidden states."""
-        from slipstream.data import capture
+    @property
+    def states(self) -> "States":
+        """The target's states for the tokens, on disk or live."""
+        from slipstream.scripts.sources import States
 
-        capture.run(
-            self.recipe.data.capture,
-            self.target,
-            self.geometry.aux_layers,
-            self.path("tokens"),
-            self.path("hidden_states"),
+        return States(
+            recipe=self.recipe,
+            target=self.target,
+            aux_layers=self.geometry.aux_layers,
+            tokens=self.path("tokens"),
+            hidden_states=self.path("hidden_states"),
         )
+
+    def _capture(self) -> None:
+        """Caches the target's hidden states; under torchrun every rank calls this."""
+        self.states.capture()
 
     def _train(self) -> None:
         """Trains the head; under torchrun every rank calls this."""
@@ -262,7 +258,6 @@ class Run:
         if is_complete(folder):
             Stage(folder, "train", self._train_settings())
             return
-        from slipstream.data.cache import HiddenStateCache
         from slipstream.scripts.assembly import frozen_target, make_unroller, new_head
         from slipstream.scripts.selecting import make_selection
         from slipstream.train import engine, trainer
@@ -276,12 +271,12 @@ class Run:
         stage = Stage(folder, "train", self._train_settings())
         frozen = frozen_target(self.target, self.path("vocab_map"))
         imported = None if has_checkpoint(folder) else self.imported  # a resumed run needs it no more
-        source = HiddenStateCache(self.path("hidden_states"))
+        source, start = self.states.sources()
         selection = make_selection(self, source)
         state = trainer.fit(
             make_unroller(
                 self.recipe,
-                new_head(self.recipe, self.geometry, frozen, source, imported),
+                new_head(self.recipe, self.geometry, frozen, start, imported),
                 frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
             ),
             source,
@@ -291,6 +286,7 @@ class Run:
             seed=self.recipe.train_seed,
             device=device,
             selection=selection,
+            shuffle_shards=self.recipe.data.shuffle_shards,
         )
         if engine.rank() == 0:
             last = f"step-{state.step:07d}/head.safetensors"
@@ -368,23 +364,27 @@ class Run:
         return measure(self.target, export, config, self.suites, self.path("evaluation"), observe)
 
     def _prepare_data(self) -> None:
-        """Runs the data stages that are missing: rank 0 works, the others wait for its files."""
-        if is_main_process():
-            for stage in ("prompts", "regenerated", "tokens", "vocab_map", "hidden_states"):
+        """Runs the data stages that are missing: rank 0 by itself, but for the capture."""
+        stages = stages_of(self.recipe)
+        for stage in stages[: stages.index("train")]:
+            if is_main_process() or stage == "hidden_states":
                 self.run(stage)
-        while not is_complete(self.path("hidden_states")):
-            time.sleep(0.5)
+            while not is_complete(self.path(stage)):
+                time.sleep(0.5)
 
     def _train_settings(self) -> dict[str, Any]:
         recipe = self.recipe
         train = plain(recipe.train)
-        return {
-            "hidden_states": stage_fingerprint(self.path("hidden_states")),
+        settings = {
+            "hidden_states": self.states.identity(),
             "vocab_map": stage_fingerprint(self.path("vocab_map")),
             "drafter": plain(recipe.drafter),
             "train": {key: value for key, value in train.items() if key not in NOT_IDENTITY},
             "seed": recipe.train_seed,
         }
+        if recipe.data.shuffle_shards:
+            settings["shuffle_shards"] = recipe.data.shuffle_shards
+        return settings
 
 
 def _read_seconds(path: Path) -> dict[str, float]:

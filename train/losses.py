@@ -19,6 +19,8 @@ from slipstream.train.config import LossKind
 
 LK_ETA = 3.0
 MIN_ALPHA = 1e-6
+MIN_MASS = 1e-9
+"""Of the draft vocabulary in a distribution of top tokens that all lie outside."""
 CACHED_ELEMENTS = 1 << 18
 """Logits that a CPU core works on at a time, so that they stay in its cache."""
 
@@ -35,6 +37,9 @@ class Teacher:
     """Of the target's logits over its whole vocabulary."""
     draft_argmax_P: Tensor
     """int64; draft id of the target's argmax, -1 outside the draft vocabulary."""
+    top: tuple[Tensor, Tensor] | None = None
+    """Draft ids [P, E] (-1 outside) and log-probabilities of the likeliest tokens, from a cache that
+    keeps these instead of the states."""
     cached: tuple[Tensor, Tensor] | None = None
     """Probabilities [P, W] in bfloat16 and mass [P], if they are not to be recomputed."""
 
@@ -53,6 +58,9 @@ class Teacher:
         if self.cached is not None:
             prob_PW, mass_P = self.cached
             return prob_QW.copy_(prob_PW.index_select(0, teacher_Q)), mass_P[teacher_Q]
+        if self.top is not None:
+            ids_PE, log_probs_PE = self.top
+            return _spread(ids_PE[teacher_Q], log_probs_PE[teacher_Q].exp(), prob_QW)
         _product(self.normed_PD.index_select(0, teacher_Q), self.lm_head_WD, prob_QW)
         max_Q = prob_QW.amax(-1)
         torch.softmax(prob_QW, -1, out=prob_QW)
@@ -70,6 +78,23 @@ class Teacher:
             teacher_Q = torch.arange(rows.start, rows.stop, device=prob_PW.device)
             prob_PW[rows], mass_P[rows] = self.distribution(teacher_Q, out)
         return replace(self, cached=(prob_PW, mass_P))
+
+
+def _spread(ids_QE: Tensor, prob_QE: Tensor, out_QW: Tensor) -> tuple[Tensor, Tensor]:
+    """The distribution of top tokens: what they leave of 1 is shared by all other draft tokens alike.
+
+    Shared, not dropped, because a head that is told p = 0 pushes these logits down for nothing.
+    """
+    inside_QE = ids_QE >= 0
+    tail_Q = (1 - prob_QE.sum(-1)).clamp_min(0)
+    num_others_Q = out_QW.shape[1] - inside_QE.sum(-1)
+    share_Q = tail_Q / num_others_Q.clamp_min(1)
+    # Entries outside the draft vocabulary add nothing, to any place.
+    more_QE = (prob_QE - share_Q[:, None]) * inside_QE
+    out_QW.copy_(share_Q[:, None].expand_as(out_QW)).scatter_add_(1, ids_QE.clamp_min(0), more_QE)
+    mass_Q = out_QW.sum(-1)
+    out_QW /= mass_Q.clamp_min(MIN_MASS)[:, None]
+    return out_QW, mass_Q.clamp(max=1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,9 @@ from slipstream.train.ttt import FrozenTarget, Unroller, UnrollPlan, plan_unroll
 PlannedStep = tuple[int, list[list[str]]]
 
 
-def plan_steps(rows: Sequence[RowInfo], config: TrainConfig, seed: int) -> list[PlannedStep]:
+def plan_steps(
+    rows: Sequence[RowInfo], config: TrainConfig, seed: int, shuffle_shards: int = 0
+) -> list[PlannedStep]:
     """(epoch, packs) of every optimizer step of the run."""
     steps = [
         (epoch, packs)
@@ -40,6 +42,7 @@ def plan_steps(rows: Sequence[RowInfo], config: TrainConfig, seed: int) -> list[
             packs_per_step=config.packs_per_step,
             seed=seed,
             epoch=epoch,
+            shuffle_shards=shuffle_shards,
         )
     ]
     return steps[: config.max_steps or None]
@@ -52,7 +55,7 @@ def without_empty_packs(config: TrainConfig, steps: Sequence[PlannedStep]) -> Tr
         ValueError: there is no step.
     """
     if not steps:
-        raise ValueError("the hidden-state cache holds no training document: add prompts")
+        raise ValueError("there is no training document: add prompts")
     num_ranks, largest = distributed.world_size(), max(len(packs) for _, packs in steps)
     num_packs = math.ceil(largest / num_ranks) * num_ranks
     if config.packs_per_step <= num_packs:
@@ -85,24 +88,26 @@ def fit(
     seed: int,
     device: torch.device,
     selection: Selection,
+    shuffle_shards: int = 0,
 ) -> TrainState:
     """Trains until the planned steps are done, resuming from the newest complete checkpoint.
 
     Args:
         unroller: the module to train, equal on every rank.
-        source: cached documents.
+        source: documents with the target's states.
         config: the recipe's section.
         frozen: the target's tensors (on the CPU; only its vocabulary map is read here).
         stage: begun here, once everything is built; its folder takes checkpoints and logs.
         seed: of order and survival draws.
         device: of this rank.
         selection: measures heads while they are trained.
+        shuffle_shards: see `plan_epoch`.
 
     Returns:
         The final state; its checkpoint is on disk.
     """
     folder = stage.folder
-    steps = plan_steps(source.rows("train"), config, seed)
+    steps = plan_steps(source.rows("train"), config, seed, shuffle_shards)
     config = without_empty_packs(config, steps)
     check_space(folder, sum(p.numel() for p in unroller.parameters()), config.keep_checkpoints)
     checkpoint, state = latest_checkpoint(folder) or (None, TrainState())

@@ -196,12 +196,17 @@ class Unroller(nn.Module):
 
     @torch.no_grad()
     def _teacher(self, batch: DraftBatch) -> Teacher:
-        frozen = self._frozen
+        frozen, normed_PD, top = self._frozen, batch.last_hidden_PD, None
+        if batch.top_ids_PE.numel():
+            top = (frozen.draft_ids_V[batch.top_ids_PE], batch.top_log_probs_PE)
+        else:
+            normed_PD = rms_norm(normed_PD, frozen.norm_D, frozen.norm_eps)[0]
         teacher = Teacher(
-            normed_PD=rms_norm(batch.last_hidden_PD, frozen.norm_D, frozen.norm_eps)[0],
+            normed_PD=normed_PD,
             lm_head_WD=frozen.lm_head_WD,
             logsumexp_P=batch.logsumexp_P,
             draft_argmax_P=frozen.draft_ids_V[batch.argmax_P],
+            top=top,
         )
         if self._config.teacher is TeacherForm.cached:
             teacher = teacher.with_cache(self._config.chunk_rows(len(frozen.lm_head_WD)))

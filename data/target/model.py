@@ -92,8 +92,13 @@ def pack_linears(model: nn.Module) -> None:
                 setattr(parent, name, PackedLinear(child))
 
 
-def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    path: Path, *, dtype: torch.dtype, device: torch.device, spread: bool = False
+) -> PreTrainedModel:
     """Loads a causal language model for inference: frozen, in `dtype`, on `device`.
+
+    With `spread` accelerate puts its layers on all devices of the machine, and what does not fit on
+    them into memory.
 
     On a CPU its linear layers have no `weight` any more (see `PackedLinear`); what training needs
     of the target comes from `slipstream.data.target.weights`.
@@ -107,6 +112,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> PreTr
         path,
         dtype=dtype,
         local_files_only=True,
+        device_map="auto" if spread else None,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # refused here, in one line
     )
@@ -116,8 +122,10 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> PreTr
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
     module: nn.Module = model
-    module.to(device).eval().requires_grad_(False)
-    pack_linears(module)
+    module.eval().requires_grad_(False)
+    if not spread:
+        module.to(device)
+        pack_linears(module)
     return model
 
 

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from slipstream.data.config import Dtype, TargetConfig
+from slipstream.data.config import SPREAD, Dtype, TargetConfig
 from slipstream.data.files import file_hash, reading
 from slipstream.data.hub import hub_answers
 from slipstream.data.progress import say
@@ -53,6 +53,8 @@ class Target:
     """Changes with weights, configuration, tokenizer or chat template."""
     device: torch.device
     dtype: torch.dtype
+    spread: bool = False
+    """Over all devices of this machine."""
 
     @functools.cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
@@ -71,7 +73,7 @@ class Target:
 
     def model(self) -> PreTrainedModel:
         """Loads the model, frozen, anew at each call."""
-        return load_model(self.path, dtype=self.dtype, device=self.device)
+        return load_model(self.path, dtype=self.dtype, device=self.device, spread=self.spread)
 
 
 def resolve_target(config: TargetConfig) -> Target:
@@ -107,13 +109,17 @@ def resolve_target(config: TargetConfig) -> Target:
         config=text_config,
         fingerprint=_fingerprint(path),
         device=device,
+        spread=config.device == SPREAD,
         dtype=dtype if config.dtype is Dtype.auto else getattr(torch, config.dtype.value),
     )
 
 
 def _device(config: TargetConfig) -> torch.device:
     auto = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    device = torch.device(auto if config.device == "auto" else config.device)
+    if config.device == SPREAD:
+        # An index, so that regeneration does not start a process for each device.
+        auto = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = torch.device(auto if config.device in ("auto", SPREAD) else config.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"target.device={config.device}: torch sees {torch.cuda.device_count()} CUDA devices here: "

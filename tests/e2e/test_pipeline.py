@@ -273,7 +273,7 @@ BAD = {
     "added key": (["+train.epoch=2"], "did you mean train.epochs"),
     "no evaluation prompts": (["eval.prompts=[gone.jsonl]"], "eval.prompts"),
     "other training settings": (["train.learning_rate=1"], "train"),
-    "cache too large": (["data.capture.max_gigabytes=0.00001", "data.capture.dtype=bfloat16"], "dtype"),
+    "cache too large": (["data.capture.max_gib=0.00001", "data.capture.dtype=bfloat16"], "dtype"),
 }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from slipstream.data.batches import align, pack
-from slipstream.data.capture import capture_batch
 from slipstream.data.config import TargetConfig
+from slipstream.data.states import capture_batch
 from slipstream.data.target.resolve import Target, resolve_target
 from slipstream.data.target.toy import toy_chat, toy_prompts
 from slipstream.data.target.weights import read_target_head

@@ -1,6 +1,7 @@
 """Alignment, packing and the plan of an epoch."""
 
 import itertools
+from dataclasses import replace
 
 import torch
 
@@ -70,6 +71,24 @@ def test_plan_holds_every_document_once_within_the_budget() -> None:
     assert all(sum(sizes[i] for i in p) <= 64 for p in packs)
     assert all(len(step) == 4 for step in steps[:-1])
     assert steps != plan_epoch(infos, tokens_per_pack=64, packs_per_step=4, seed=3, epoch=1)
+
+
+def test_documents_are_shuffled_within_some_shards() -> None:
+    """Ten shards of four, two together: eight documents in a row come from two shards, others each epoch."""
+    infos = [replace(row, shard=f"s{i // 4}") for i, row in enumerate(rows(40))]
+    shards = {row.id: row.shard for row in infos}
+
+    def order(epoch: int) -> list[str]:
+        steps = plan_epoch(infos, tokens_per_pack=64, packs_per_step=4, seed=3, epoch=epoch, shuffle_shards=2)
+        return [id for step in steps for p in step for id in p]
+
+    first, second = order(0), order(1)
+    assert sorted(first) == sorted(second) == sorted(shards)
+    for ids in (first, second):
+        together = [{shards[id] for id in ids[i : i + 8]} for i in range(0, 40, 8)]
+        assert [len(names) for names in together] == [2] * 5
+    assert first != second
+    assert {shards[id] for id in first[:8]} != {shards[id] for id in second[:8]}
 
 
 def test_ranks_share_a_step_whatever_their_number() -> None:

@@ -1,12 +1,16 @@
 """The hidden-state cache: what is written is read, and a damaged cache is named."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from slipstream.data.batches import align, pack
 from slipstream.data.cache import INDEX, CacheWriter, HiddenStateCache, RowInfo, shard_name
+from slipstream.data.config import Store, TeacherStore
 from slipstream.data.files import read_json, write_json
+from slipstream.data.small import top_teacher
 from slipstream.data.types import HiddenStateSample
 
 SAMPLE_FIELDS = ("input_ids_T", "loss_mask_T", "aux_TLD", "last_hidden_PD", "argmax_P", "logsumexp_P")
@@ -94,3 +98,43 @@ def test_no_index_and_other_format_are_named(folder: Path) -> None:
     (folder / INDEX).unlink()
     with pytest.raises(ValueError, match=r"index.json does not exist"):
         HiddenStateCache(folder)
+
+
+def make_top(sample: HiddenStateSample) -> HiddenStateSample:
+    """The same document with top tokens for teachers."""
+    num = len(sample.argmax_P)
+    log_probs_PE = torch.tensor([0.5, 0.25, 0.125]).log().expand(num, -1)
+    ids_PE = torch.arange(3 * num).view(num, 3) + 65000
+    return dataclasses.replace(sample, **top_teacher(ids_PE, log_probs_PE))
+
+
+@pytest.mark.parametrize("store", [Store.int8, Store.fp8])
+def test_small_rows_read_back(tmp_path: Path, store: Store) -> None:
+    """Documents whose last rows are not kept, one without rows, one without teachers."""
+    writer = CacheWriter(tmp_path, store=store, teacher=TeacherStore.topk)
+    samples = {id: make_top(sample) for id, sample in SAMPLES.items()}
+    for number, ids in enumerate((["b", "c"], ["a"])):
+        writer.write(number, [samples[id] for id in ids], [SPLITS[id] for id in ids])
+    writer.finish(2)
+    cache = HiddenStateCache(tmp_path)
+    for id, num_rows in {"a": 5, "b": 3, "c": 0}.items():
+        loaded, sample = cache.load(id), samples[id]
+        assert loaded.aux_TLD.shape == (num_rows, 3, 8)
+        torch.testing.assert_close(loaded.aux_TLD, sample.aux_TLD[:num_rows], rtol=0.07, atol=0.05)
+        assert torch.equal(loaded.top_ids_PE, sample.top_ids_PE)
+        torch.testing.assert_close(loaded.top_log_probs_PE, sample.top_log_probs_PE, rtol=0, atol=0.01)
+        assert torch.equal(loaded.argmax_P, sample.top_ids_PE[:, 0])
+        assert torch.equal(loaded.loss_mask_T, sample.loss_mask_T)
+        rows, whole = (align(x, seed=0, epoch=0) for x in (loaded, sample))
+        assert torch.equal(rows.teacher_T, whole.teacher_T)
+        assert rows.aux_TLD.shape == whole.aux_TLD.shape
+    pack([align(cache.load(id), seed=0, epoch=0) for id in samples])
+
+
+def test_top_tokens_beside_whole_states(tmp_path: Path) -> None:
+    writer = CacheWriter(tmp_path, teacher=TeacherStore.topk)
+    writer.write(0, [make_top(SAMPLES["a"])], ["train"])
+    writer.finish(1)
+    loaded = HiddenStateCache(tmp_path).load("a")
+    assert torch.equal(loaded.aux_TLD, SAMPLES["a"].aux_TLD)
+    assert loaded.last_hidden_PD.shape == (7, 0)

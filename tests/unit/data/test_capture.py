@@ -2,17 +2,20 @@
 
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slipstream.data import capture
+from slipstream.data import capture, states
 from slipstream.data.cache import HiddenStateCache, shard_name
-from slipstream.data.config import CaptureConfig, Dtype
+from slipstream.data.config import CaptureConfig, Dtype, Store, TeacherStore
 from slipstream.data.files import Stage, file_hash, read_json
+from slipstream.data.target.model import load_model
 from slipstream.data.tokenize import TOKENS_FILE, write_rows
 from slipstream.data.types import TokenizedSample
 
@@ -64,6 +67,7 @@ class TargetStub:
     name: str = "stub"
     fingerprint: str = "1234"
     dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
     loads: int = 0
     make: Callable[[], LlamaForCausalLM] = make_model
 
@@ -152,7 +156,7 @@ def test_cache_equals_one_plain_forward_per_document(tokens: Path, tmp_path: Pat
 def test_logits_in_chunks_equal_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     at_once = capture.capture_batch(model, SAMPLES, AUX_LAYERS, torch.float32)
-    monkeypatch.setattr(capture, "HEAD_ROWS", 4)
+    monkeypatch.setattr(states, "HEAD_ROWS", 4)
     for one, other in zip(
         at_once, capture.capture_batch(model, SAMPLES, AUX_LAYERS, torch.float32), strict=True
     ):
@@ -222,16 +226,14 @@ def test_too_large_a_cache_is_refused_before_the_model_is_loaded(
     tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = TargetStub()
-    with pytest.raises(ValueError, match=r"data\.capture\.max_gigabytes=1e-07"):
-        run(tokens, tmp_path / "states", dataclasses.replace(CONFIG, max_gigabytes=1e-7), target)
+    with pytest.raises(ValueError, match=r"data\.capture\.max_gib=1e-07"):
+        run(tokens, tmp_path / "states", dataclasses.replace(CONFIG, max_gib=1e-7), target)
     assert target.loads == 0
     assert not (tmp_path / "states").exists()
     assert "7 documents, 89 tokens, 42 supervised: 0.00 GB" in capsys.readouterr().err
 
 
 def test_estimate_is_the_size_on_disk(tokens: Path, tmp_path: Path) -> None:
-    # FIELD_FAULTS.md "Disk", and what is stored beside the states.
-    assert capture.estimate_bytes(2_048_000, 2_048_000, 3, 4096, 2) == 67_108_864_000 + 2_048_000 * 13
     config = dataclasses.replace(CONFIG, tokens_per_shard=10_000)
     run(tokens, tmp_path / "states", config)
     facts = read_json(tmp_path / "states" / "manifest.json")["facts"]
@@ -273,3 +275,70 @@ def test_plan_keeps_to_its_limits() -> None:
         shards = capture.plan_shards(samples, tokens_per_forward=20, tokens_per_shard=30)
         ids = [[[sample.id for sample in batch] for batch in shard] for shard in shards]
         assert ids == [[["f"]], [["b"]], [["d"]], [["c", "e"], ["g", "a"]]]
+
+
+def test_top_tokens_are_those_of_the_logits(tokens: Path, tmp_path: Path) -> None:
+    run(tokens, tmp_path / "whole")
+    small = dataclasses.replace(CONFIG, teacher=TeacherStore.topk, topk=5)
+    run(tokens, tmp_path / "small", small)
+    whole, cache = HiddenStateCache(tmp_path / "whole"), HiddenStateCache(tmp_path / "small")
+    model = make_model()
+    for sample in SAMPLES:
+        exact, found = whole.load(sample.id), cache.load(sample.id)
+        log_probs_PV = model.lm_head(model.model.norm(exact.last_hidden_PD)).log_softmax(-1)
+        assert torch.equal(found.argmax_P, exact.argmax_P)
+        assert torch.equal(found.aux_TLD, exact.aux_TLD)
+        wanted_PE = log_probs_PV.gather(1, found.top_ids_PE)
+        torch.testing.assert_close(found.top_log_probs_PE, wanted_PE, rtol=0.02, atol=0.02)
+        assert (log_probs_PV.topk(5).values[:, -1:] <= wanted_PE + 1e-4).all()
+
+
+@pytest.mark.parametrize("store", [Store.int8, Store.fp8])
+def test_estimate_of_a_small_cache_is_its_size(tokens: Path, tmp_path: Path, store: Store) -> None:
+    config = dataclasses.replace(
+        CONFIG, store=store, teacher=TeacherStore.topk, topk=4, tokens_per_shard=10_000
+    )
+    run(tokens, tmp_path / "states", config)
+    facts = read_json(tmp_path / "states" / "manifest.json")["facts"]
+    on_disk = os.path.getsize(tmp_path / "states" / shard_name(0))
+    assert 0 < on_disk - facts["bytes"] < 1000
+    with pytest.raises(ValueError, match=r"other settings .store: 'int8'|other settings .store: 'fp8'"):
+        run(tokens, tmp_path / "states", dataclasses.replace(config, store=Store.bf16))
+
+
+def test_ranks_make_the_cache_of_one_process(tokens: Path, tmp_path: Path) -> None:
+    run(tokens, tmp_path / "one")
+    meet, folder = threading.Barrier(3), tmp_path / "three"
+    models = [make_model() for _ in range(3)]  # here, because threads share random numbers
+    targets = [TargetStub(make=lambda model=model: model) for model in models]  # type: ignore[misc]
+
+    def work(rank: int) -> None:
+        ranks = capture.Ranks(rank=rank, world_size=3, barrier=lambda: meet.wait(20) and None)
+        capture.run(CONFIG, targets[rank], AUX_LAYERS, tokens, folder, ranks=ranks)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert [target.loads for target in targets] == [1, 1, 1]
+    assert hashes(folder) == hashes(tmp_path / "one")
+    # A damaged shard of another rank is not taken for a whole one.
+    content = bytearray((folder / shard_name(1)).read_bytes())
+    content[-1] ^= 1
+    (folder / shard_name(1)).write_bytes(content)
+    (folder / shard_name(2)).unlink()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert hashes(folder) == hashes(tmp_path / "one")
+
+
+def test_a_spread_model_gives_the_same_states(tiny_target: Path) -> None:
+    """Its layers lie where accelerate puts them; hooks still see what enters them."""
+    plain, spread = (
+        load_model(tiny_target, dtype=torch.float32, device=torch.device("cpu"), spread=spread)
+        for spread in (False, True)
+    )
+    for one, other in zip(
+        *(states.capture_batch(model, SAMPLES, AUX_LAYERS, torch.float32) for model in (plain, spread)),
+        strict=True,
+    ):
+        assert torch.equal(one.aux_TLD, other.aux_TLD)
+        assert torch.equal(one.argmax_P, other.argmax_P)

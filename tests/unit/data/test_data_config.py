@@ -9,6 +9,8 @@ from slipstream.data.config import (
     DataConfig,
     PromptsConfig,
     RegenerateConfig,
+    Source,
+    Store,
     TargetConfig,
     TokenizeConfig,
 )
@@ -27,6 +29,11 @@ from slipstream.data.config import (
         ({"tokenize": TokenizeConfig(min_supervised=0)}, "tokenize.min_supervised"),
         ({"capture": CaptureConfig(tokens_per_forward=0)}, "capture.tokens_per_forward"),
         ({"capture": CaptureConfig(tokens_per_shard=0)}, "capture.tokens_per_shard"),
+        ({"capture": CaptureConfig(backend="sglang")}, "capture.backend=sglang"),
+        ({"capture": CaptureConfig(topk=1)}, "capture.topk"),
+        ({"source": Source.live, "live_gib": 0.0}, "live_gib"),
+        ({"source": Source.live, "capture": CaptureConfig(store=Store.int8)}, "source=live stores nothing"),
+        ({"shuffle_shards": -1}, "shuffle_shards"),
     ],
 )
 def test_a_mistake_is_named_alone(sections: dict[str, Any], key: str) -> None:
@@ -35,7 +42,7 @@ def test_a_mistake_is_named_alone(sections: dict[str, Any], key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "num"), [("auto", 0), ("cpu", 0), ("cuda:1", 0), ("gpu", 1), ("cuda:", 1)]
+    ("device", "num"), [("auto", 0), ("cpu", 0), ("cuda:1", 0), ("spread", 0), ("gpu", 1), ("cuda:", 1)]
 )
 def test_device(device: str, num: int) -> None:
     problems = TargetConfig(name="toy", device=device).problems()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.data.capture import recorded_states
+from slipstream.data.states import recorded_states
 from slipstream.data.target.model import load_model
 from slipstream.data.target.toy import toy_tokenizer
 from slipstream.data.template import render_prompt

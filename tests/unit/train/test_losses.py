@@ -1,5 +1,6 @@
 """The fused head against plain autograd, and the losses against their definitions."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -98,6 +99,43 @@ def test_held_teacher_is_the_same_in_bfloat16() -> None:
     assert held[0].dtype is torch.float32
     assert torch.equal(held[0], exact[0].bfloat16().float())
     torch.testing.assert_close(held[1], exact[1])
+
+
+def test_top_tokens_of_the_whole_vocabulary_are_the_same_teacher() -> None:
+    """With every token among the top ones, and with some of them outside the draft vocabulary."""
+    exact = make_teacher()
+    logits_PW = exact.normed_PD @ exact.lm_head_WD.T
+    inside_PW = (logits_PW - exact.logsumexp_P[:, None]).exp()
+    # The other tokens of the target: one entry outside the draft vocabulary.
+    outside_P1 = 1 - inside_PW.sum(-1, keepdim=True)
+    ids_PE = torch.cat((torch.arange(VOCAB).expand(TEACHERS, -1), torch.full((TEACHERS, 1), -1)), dim=1)
+    top = (ids_PE, torch.cat((inside_PW, outside_P1), dim=1).log())
+    teacher = dataclasses.replace(exact, normed_PD=torch.empty(TEACHERS, 0), top=top)
+    every, buffers = torch.arange(TEACHERS), torch.empty(2, TEACHERS, VOCAB)
+    for found, wanted in zip(
+        teacher.distribution(every, buffers[0]), exact.distribution(every, buffers[1]), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    for kind in LossKind:
+        found, wanted = fused(kind, 7, teacher)[0], fused(kind, 7, exact)[0]
+        torch.testing.assert_close(found.total, wanted.total, rtol=1e-5, atol=1e-5)
+    held = teacher.with_cache(4).distribution(every, buffers[0])
+    torch.testing.assert_close(held[0], exact.distribution(every, buffers[1])[0], rtol=0.01, atol=1e-3)
+
+
+def test_what_top_tokens_leave_is_shared_by_the_others() -> None:
+    """Tokens 3 and 1 of five, one outside, and 0.2 of the rest: mass 0.9, of which 0.2 on three tokens."""
+    teacher = Teacher(
+        normed_PD=torch.empty(1, 0),
+        lm_head_WD=torch.empty(5, 4),
+        logsumexp_P=torch.zeros(1),
+        draft_argmax_P=torch.tensor([3]),
+        top=(torch.tensor([[3, -1, 1]]), torch.tensor([[0.5, 0.1, 0.2]]).log()),
+    )
+    prob, mass = teacher.distribution(torch.tensor([0]), torch.empty(1, 5))
+    torch.testing.assert_close(mass, torch.tensor([0.9]))
+    others = 0.2 / 3
+    torch.testing.assert_close(prob * 0.9, torch.tensor([[others, 0.2, others, 0.5, others]]))
 
 
 def test_no_rows_gives_zero_gradients() -> None:
