@@ -181,7 +181,7 @@ def test_token_problems_are_told(fake: Hub, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('"name": "/home/someone/model"', "the path /home/someone/model of this machine"),
+        ('"name": "/srv/someone/model"', "the path /srv/someone/model of this machine"),
         ("vllm serve ~/models/x", "the path ~/models/x of this machine"),
         (r"from C:\Users\someone", "of this machine"),
         (f"token {TOKEN}", "holds a Hugging Face token"),
