@@ -106,13 +106,13 @@ def _x_ticks(values: Sequence[float]) -> Sequence[float]:
     """Where the axis is marked.
 
     >>> _x_ticks([1, 2, 5]), _x_ticks(range(10, 1000, 10))
-    ([1, 2, 5], [250, 500, 750])
+    ([1, 2, 5], [250.0, 500.0, 750.0])
     """
     if len(values) <= MAX_MARKED:
         return values
     rough = (values[-1] - values[0]) / NUM_TICKS
     step = 10 ** math.floor(math.log10(rough))
-    step *= max(factor for factor in (1, 2.5, 5) if factor * step <= rough)
+    step *= min(factor for factor in (1, 2.5, 5, 10) if factor * step >= rough)
     return [step * i for i in range(math.ceil(values[0] / step), math.floor(values[-1] / step) + 1)]
 
 

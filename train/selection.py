@@ -192,7 +192,7 @@ class Selection:
     def _say(self, measured: Measured) -> None:
         best = self.ranking()[0]
         losses = "".join(f"{name} {value:.3f}, " for name, value in measured.losses.items())
-        where = "the best so far" if best is measured else f"best {best.acceptance_length:.3f} of {best.step}"
+        where = "now the best" if best is measured else f"best {best.acceptance_length:.3f} of {best.step}"
         say(
             f"selection    step {measured.step}: {losses}acceptance length "
             f"{measured.acceptance_length:.3f} ({where}), {len(measured.rounds)} prompts in "
