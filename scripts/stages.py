@@ -51,7 +51,15 @@ SECONDS = "seconds.json"
 RECIPE = "recipe.yaml"
 """What a run was started with, in its folder."""
 
-NOT_IDENTITY = ("wandb", "log_every", "validate_every", "validate_tokens", "save_every", "keep_checkpoints")
+NOT_IDENTITY = (
+    "wandb",
+    "log_every",
+    "validate_every",
+    "validate_tokens",
+    "save_every",
+    "keep_checkpoints",
+    "rank_timeout",
+)
 """Training settings that do not change the trained weights."""
 
 
@@ -352,6 +360,7 @@ class Run:
     def _train_settings(self) -> dict[str, Any]:
         recipe = self.recipe
         train = plain(recipe.train)
+        del train["deepspeed"]["zero_stage"]  # a run goes on under another one
         return {
             "hidden_states": stage_fingerprint(self.path("hidden_states")),
             "vocab_map": stage_fingerprint(self.path("vocab_map")),

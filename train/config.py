@@ -16,7 +16,7 @@ AT_LEAST_1 = (
     "save_every",
     "keep_checkpoints",
 )
-ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm")
+ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm", "rank_timeout")
 SHARES = ("warmup_share", "final_lr_share")
 
 
@@ -96,7 +96,7 @@ class DeepSpeedConfig:
     """What the DeepSpeed engine is told."""
 
     zero_stage: int = 0
-    """0, 1 or 2."""
+    """0: nothing is shared; 1: the ranks share the optimizer's state; 2: also the gradients."""
     dtype: Dtype = Dtype.float32
     """float32, or bfloat16 with float32 master weights."""
 
@@ -165,6 +165,8 @@ class TrainConfig:
     save_every: int = 500
     """Optimizer steps; also at the end."""
     keep_checkpoints: int = 2
+    rank_timeout: float = 60.0
+    """Seconds without a sign of life after which a rank is lost; the others name it and end."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def problems(self) -> list[str]:
@@ -188,7 +190,11 @@ class TrainConfig:
             if not 0 < getattr(self.unroll, key) <= 1:
                 found.append(f"train.unroll.{key} must lie in (0, 1]")
         if self.deepspeed.zero_stage not in (0, 1, 2):
-            found.append(f"train.deepspeed.zero_stage={self.deepspeed.zero_stage}: 0, 1 or 2")
+            found.append(
+                f"train.deepspeed.zero_stage={self.deepspeed.zero_stage}: 0, 1 or 2; the unroll uses every "
+                f"weight in each of its steps, so that 3 would gather all of them for the whole pass and "
+                f"save nothing (docs/scale.md)"
+            )
         if self.deepspeed.dtype not in (Dtype.float32, Dtype.bfloat16):
             found.append("train.deepspeed.dtype must be float32 or bfloat16")
         return found

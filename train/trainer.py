@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,13 +14,23 @@ from slipstream.data.cache import HiddenStateSource, RowInfo
 from slipstream.data.config import Dtype
 from slipstream.data.files import Stage
 from slipstream.data.progress import Meter, say
+from slipstream.data.types import DraftBatch
 from slipstream.train import engine as distributed
-from slipstream.train.checkpoint import TrainState, check_space, latest_checkpoint, save_checkpoint
+from slipstream.train.checkpoint import (
+    TRAINING,
+    TrainState,
+    check_space,
+    latest_checkpoint,
+    read_tensors,
+    save_checkpoint,
+)
 from slipstream.train.config import TrainConfig
 from slipstream.train.engine import Engine
+from slipstream.train.faults import Skips, Termination
 from slipstream.train.metrics import Reporter, StepSums
 from slipstream.train.schedule import learning_rate
-from slipstream.train.ttt import FrozenTarget, Unroller, plan_unroll
+from slipstream.train.ttt import FrozenTarget, Unroller, UnrollPlan, plan_unroll
+from slipstream.train.watch import Watch
 
 PlannedStep = tuple[int, list[list[str]]]
 
@@ -43,7 +52,13 @@ def plan_steps(rows: Sequence[RowInfo], config: TrainConfig, seed: int) -> list[
 
 
 def without_empty_packs(config: TrainConfig, steps: Sequence[PlannedStep]) -> TrainConfig:
-    """The settings, with no more packs in a step than the largest step has, or the ranks need."""
+    """The settings, with no more packs in a step than the largest step has, or the ranks need.
+
+    Raises:
+        ValueError: there is no step.
+    """
+    if not steps:
+        raise ValueError("the hidden-state cache holds no training document: add prompts")
     num_ranks, largest = distributed.world_size(), max(len(packs) for _, packs in steps)
     num_packs = math.ceil(largest / num_ranks) * num_ranks
     if config.packs_per_step <= num_packs:
@@ -53,17 +68,6 @@ def without_empty_packs(config: TrainConfig, steps: Sequence[PlannedStep]) -> Tr
         f"epoch: every step takes a whole epoch"
     )
     return replace(config, packs_per_step=num_packs)
-
-
-def check_ranks(folder: Path, config: TrainConfig, state: TrainState) -> None:
-    """Raises ValueError where the optimizer's state is shared by another number of ranks."""
-    is_shared = config.deepspeed.zero_stage > 0 and state.step > 0
-    if is_shared and state.num_ranks != distributed.world_size():
-        raise ValueError(
-            f"{folder} was trained on {state.num_ranks} ranks, {distributed.world_size()} now, and "
-            f"train.deepspeed.zero_stage={config.deepspeed.zero_stage} shares the optimizer's state among "
-            f"them: start with torchrun --nproc_per_node={state.num_ranks}, or delete {folder} to train again"
-        )
 
 
 def fit(
@@ -92,72 +96,95 @@ def fit(
     """
     folder = stage.folder
     steps = plan_steps(source.rows("train"), config, seed)
-    if not steps:
-        raise ValueError("the hidden-state cache holds no training document: add prompts")
     config = without_empty_packs(config, steps)
     check_space(folder, sum(p.numel() for p in unroller.parameters()), config.keep_checkpoints)
-    checkpoint, state = latest_checkpoint(folder) or (None, TrainState())
-    check_ranks(folder, config, state)
+    is_main = distributed.rank() == 0
+    newest = distributed.from_rank_0(latest_checkpoint(folder) if is_main else None)
+    checkpoint, state = newest or (None, TrainState())
     engine = Engine(unroller, config, device)
     if checkpoint is not None:
-        engine.load(folder, checkpoint.name)
+        engine.load(read_tensors(checkpoint / TRAINING) if is_main else {})
         say(f"train        resumes after step {state.step} of {len(steps)}")
-    state.num_ranks = distributed.world_size()
-    if distributed.rank() == 0:
+    if is_main:
         stage.begin()
     dtype = torch.bfloat16 if config.deepspeed.dtype is Dtype.bfloat16 else torch.float32
     reporter = Reporter(folder, config, device=device, step=state.step)
     feeder = CachedFeeder(
         source,
-        steps[state.step :],
+        steps[state.position :],
         packs_per_step=config.packs_per_step,
         rank=distributed.rank(),
         world_size=distributed.world_size(),
         seed=seed,
         pin_memory=device.type == "cuda",
     )
-    chunk_rows = config.loss.chunk_rows(len(frozen.lm_head_WD))
-    decay_K = torch.arange(config.unroll.num_steps)
-    decay_K = (config.unroll.step_decay / config.unroll.survival) ** decay_K.double()
     seconds_before, start = state.seconds, time.monotonic()
-    with Meter("train", len(steps), unit="steps") as meter:
-        meter.skip(state.step)
-        while state.step < len(steps):
-            # Data: this rank's packs, and which of their rows each unroll step computes.
+    skips, saved = Skips(), state.position
+    with (
+        Watch(config.rank_timeout),
+        Termination() as termination,
+        Meter("train", len(steps), unit="steps") as meter,
+    ):
+        meter.skip(state.position)
+        while state.position < len(steps) and not termination.was_asked(device):
+            # Data: this rank's packs, which of their rows each unroll step computes, and their weights.
             with reporter.waiting():
                 packs = feeder.step_packs()
-            plans = [
-                plan_unroll(p, draft_ids_V=frozen.draft_ids_V, config=config.unroll, chunk_rows=chunk_rows)
-                for p in packs
-            ]
-            # Loss: a sum over rows divided by the global count, whatever rank holds them.
-            count_K = torch.stack([plan.count_K for plan in plans]).sum(0)
-            count_K = distributed.sum_over_ranks(count_K.to(device, torch.float32)).cpu()
-            weight_K = (decay_K / count_K.clamp_min(1)).to(device, torch.float32)
+            plans, weight_K, num_tokens = plan_packs(packs, config, frozen, device)
             rate = learning_rate(state.step + 1, total_steps=len(steps), config=config)
             # Step: forward and backward for each pack; the last one updates the weights.
+            outputs = []
             for batch, plan in zip(packs, plans, strict=True):
-                output = engine(batch.to(device, dtype), plan.to(device), weight_K)
-                engine.backward(output.loss)
-                engine.step(rate)
-                reporter.add(output)
+                outputs.append(engine(batch.to(device, dtype), plan.to(device), weight_K))
+                engine.backward(outputs[-1].loss)
+                is_done = engine.step(rate)
+            meter.advance(1, reporter.note)
+            if not skips.count(is_done, state):
+                continue
             state.step += 1
-            state.train_tokens += int(count_K[0])
+            state.train_tokens += num_tokens
             state.seconds = seconds_before + time.monotonic() - start
             # Report, validate, save.
-            is_last = state.step == len(steps)
+            reporter.add(*outputs)
+            is_last = state.position == len(steps)
             if state.step % config.log_every == 0 or is_last:
                 reporter.report(state, lr=rate, grad_norm=engine.grad_norm())
-            meter.advance(1, reporter.note)
             if state.step % config.validate_every == 0 or is_last:
                 reporter.validation(
                     state, validate(engine, source, config, frozen=frozen, device=device, seed=seed)
                 )
-            if state.step % config.save_every == 0 or is_last:
+            if state.step % config.save_every == 0:
                 save_checkpoint(folder, engine, unroller.head, state, config.keep_checkpoints)
+                saved = state.position
+        if state.position > saved:
+            save_checkpoint(folder, engine, unroller.head, state, config.keep_checkpoints)
     feeder.close()
     reporter.close()
+    termination.leave(state, len(steps))
     return state
+
+
+def plan_packs(
+    packs: Sequence[DraftBatch], config: TrainConfig, frozen: FrozenTarget, device: torch.device
+) -> tuple[list[UnrollPlan], Tensor, int]:
+    """Chooses the rows of this rank's packs.
+
+    The loss is a sum over rows divided by their global count, whatever rank holds them.
+
+    Returns:
+        The plans; the factor [K] of every row of an unroll step, on the device; supervised tokens of
+        the optimizer step on all ranks.
+    """
+    chunk_rows = config.loss.chunk_rows(len(frozen.lm_head_WD))
+    plans = [
+        plan_unroll(batch, draft_ids_V=frozen.draft_ids_V, config=config.unroll, chunk_rows=chunk_rows)
+        for batch in packs
+    ]
+    count_K = torch.stack([plan.count_K for plan in plans]).sum(0)
+    count_K = distributed.sum_over_ranks(count_K.to(device, torch.float32)).cpu()
+    decay_K = (config.unroll.step_decay / config.unroll.survival) ** torch.arange(len(count_K)).double()
+    weight_K = decay_K / count_K.clamp_min(1)
+    return plans, weight_K.to(device, torch.float32), int(count_K[0])
 
 
 @torch.no_grad()
