@@ -204,8 +204,6 @@ class Engine:
     def load(self, tensors: portable.Tensors) -> None:
         """Takes up what `save` gave on rank 0, under whatever ranks and ZeRO stage; called on every rank."""
         portable.spread_states(self._slots, self._optimizer.state, tensors)
-        if self._is_shared and self._optimizer.state:
-            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
         portable.spread_tensors(self._slots, self._optimizer.state, tensors)
         if self._is_shared:
             self._engine.optimizer.update_lp_params()

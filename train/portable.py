@@ -56,6 +56,12 @@ def slots(
     ]
 
 
+def _link(slot: Slot, state: dict[str, Tensor]) -> None:
+    """Shows DeepSpeed the optimizer's state; it looked when only the first group had one."""
+    if slot.is_shared and slot.parameter._hp_mapping is not None:
+        slot.parameter._hp_mapping.set_optim_state_fragment(slot.master, state)
+
+
 @torch.no_grad()
 def gather(slots: Iterable[Slot], states: Mapping[Tensor, dict[str, Tensor]]) -> Tensors:
     """Every tensor, whole and on the CPU, on rank 0 (others take part and get none).
@@ -72,7 +78,9 @@ def gather(slots: Iterable[Slot], states: Mapping[Tensor, dict[str, Tensor]]) ->
 
     for slot in slots:
         keep(slot.name, slot.parameter.get_full_hp_param() if slot.is_shared else slot.master)
-        for key, value in states.get(slot.master, {}).items():
+        state = states.get(slot.master, {})
+        _link(slot, state)
+        for key, value in state.items():
             is_split = slot.is_shared and value.dim() > 0
             keep(f"{slot.name}.{key}", slot.parameter.get_full_hp_param(key) if is_split else value)
     return whole
@@ -119,7 +127,9 @@ def spread_tensors(slots: Iterable[Slot], states: Mapping[Tensor, dict[str, Tens
             dist.broadcast(tensor, 0)
             return tensor
 
-        moments = [key for key, tensor in states.get(slot.master, {}).items() if tensor.dim() > 0]
+        state = states.get(slot.master, {})
+        _link(slot, state)
+        moments = [key for key, tensor in state.items() if tensor.dim() > 0]
         if slot.is_shared:
             slot.parameter.set_full_hp_param(value(slot.name))
             for key in moments:
@@ -128,4 +138,4 @@ def spread_tensors(slots: Iterable[Slot], states: Mapping[Tensor, dict[str, Tens
             slot.master.copy_(value(slot.name))
             slot.parameter.copy_(slot.master)
             for key in moments:
-                states[slot.master][key].copy_(value(f"{slot.name}.{key}"))
+                state[key].copy_(value(f"{slot.name}.{key}"))
