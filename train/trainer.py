@@ -138,8 +138,8 @@ def fit(
                 outputs.append(engine(batch.to(device, dtype), plan.to(device), weight_K))
                 engine.backward(outputs[-1].loss)
                 is_done = engine.step(rate)
-            meter.advance(1, reporter.note)
             if not skips.count(is_done, state):
+                meter.advance(1)
                 continue
             state.step += 1
             state.train_tokens += num_tokens
@@ -149,6 +149,7 @@ def fit(
             is_last = state.position == len(steps)
             if state.step % config.log_every == 0 or is_last:
                 reporter.report(state, lr=rate, grad_norm=engine.grad_norm())
+            meter.advance(1, reporter.note)
             if state.step % config.validate_every == 0 or is_last:
                 reporter.validation(
                     state, validate(engine, source, config, frozen=frozen, device=device, seed=seed)
