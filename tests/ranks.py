@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import deepspeed  # noqa: F401 - imported once for all forks
+import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 - slow, and ZeRO imports it
 import torch
 from safetensors.torch import load_file, save_file
 

@@ -115,6 +115,12 @@ def latest_checkpoint(folder: Path) -> tuple[Path, TrainState] | None:
     return None
 
 
+def resume_point(folder: Path) -> tuple[Path | None, TrainState]:
+    """The newest whole checkpoint on rank 0's disk and where it stands, on every rank; else the beginning."""
+    newest = latest_checkpoint(folder) if distributed.rank() == 0 else None
+    return distributed.from_rank_0(newest or (None, TrainState()))
+
+
 def _read_state(checkpoint: Path) -> TrainState:
     with reading(checkpoint / STATE, way_out="the checkpoint is left out"):
         content: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())

@@ -20,8 +20,8 @@ from slipstream.train.checkpoint import (
     TRAINING,
     TrainState,
     check_space,
-    latest_checkpoint,
     read_tensors,
+    resume_point,
     save_checkpoint,
 )
 from slipstream.train.config import TrainConfig
@@ -98,14 +98,12 @@ def fit(
     steps = plan_steps(source.rows("train"), config, seed)
     config = without_empty_packs(config, steps)
     check_space(folder, sum(p.numel() for p in unroller.parameters()), config.keep_checkpoints)
-    is_main = distributed.rank() == 0
-    newest = distributed.from_rank_0(latest_checkpoint(folder) if is_main else None)
-    checkpoint, state = newest or (None, TrainState())
+    checkpoint, state = resume_point(folder)
     engine = Engine(unroller, config, device)
     if checkpoint is not None:
-        engine.load(read_tensors(checkpoint / TRAINING) if is_main else {})
+        engine.load(read_tensors(checkpoint / TRAINING) if distributed.rank() == 0 else {})
         say(f"train        resumes after step {state.step} of {len(steps)}")
-    if is_main:
+    if distributed.rank() == 0:
         stage.begin()
     dtype = torch.bfloat16 if config.deepspeed.dtype is Dtype.bfloat16 else torch.float32
     reporter = Reporter(folder, config, device=device, step=state.step)

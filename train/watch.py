@@ -86,7 +86,7 @@ class Watch:
                     self._end(name, is_speaker=self._rank == int(lost == "0"))
             except RuntimeError:
                 if not self._is_over.is_set():
-                    self._end(f"the process that holds {os.environ['MASTER_ADDR']}'s store", is_speaker=True)
+                    self._end(f"rank 0 or its node ({os.environ['MASTER_ADDR']})", is_speaker=True)
 
     def _end(self, name: str, *, is_speaker: bool) -> None:
         if is_speaker:
