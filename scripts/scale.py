@@ -119,8 +119,8 @@ def table(case: Case) -> str:
     columns = ("GPUs", "tokens", *(f"{name} ms" for name in step_seconds(case, 1)), "limit, live", "cached")
     lines = [
         f"**{case.name}**: a head of {case.head / 1e9:.2f} B weights; a token takes "
-        f"{case.step_flops() / 1e9:.0f} GFLOP in the step, {case.target_flops() / 1e9:.0f} in the target, and "
-        f"{case.feature_bytes() / 1024:.1f} KiB of states.",
+        f"{case.step_flops() / 1e9:.0f} GFLOP in the step, {case.target_flops() / 1e9:.0f} in the target, "
+        f"and {case.feature_bytes() / 1024:.1f} KiB of states.",
         "",
         f"| {' | '.join(columns)} |",
         f"|{'---|' * len(columns)}",

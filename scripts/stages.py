@@ -6,6 +6,7 @@ Heavy libraries are imported by the stages that need them, so `--help` and bad i
 import dataclasses
 import functools
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -250,20 +251,27 @@ class Run:
     def _train(self) -> None:
         """Trains the head; under torchrun every rank calls this."""
         folder = self.path("train")
-        if is_complete(folder):
+        is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        if is_alone and is_complete(folder):
             Stage(folder, "train", self._train_settings())
             return
         from slipstream.data.cache import HiddenStateCache
         from slipstream.scripts.assembly import frozen_target, make_unroller, new_head
         from slipstream.train import engine, trainer
         from slipstream.train.checkpoint import has_checkpoint
+        from slipstream.train.nodes import check_copies
 
         device = engine.init_distributed()
+        inputs = [self.path("vocab_map"), self.path("hidden_states")]
+        settings = check_copies(self._train_settings, inputs)
+        if engine.from_rank_0(is_complete(folder)):
+            Stage(folder, "train", settings)
+            return
         engine.deepspeed_settings(self.recipe.train, engine.world_size())
         if engine.rank() == 0 and not has_checkpoint(folder):
             (folder / MANIFEST).unlink(missing_ok=True)  # nothing is there that other settings would spoil
         engine.barrier()
-        stage = Stage(folder, "train", self._train_settings())
+        stage = Stage(folder, "train", settings)
         frozen = frozen_target(self.target, self.path("vocab_map"))
         source = HiddenStateCache(self.path("hidden_states"))
         state = trainer.fit(

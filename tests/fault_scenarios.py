@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from slipstream.data.config import Dtype
+from slipstream.data.files import Stage, stage_fingerprint
 from slipstream.data.types import HiddenStateSample
 from slipstream.train import checkpoint, engine, trainer
 from slipstream.train.config import DeepSpeedConfig, Schedule
+from slipstream.train.nodes import check_copies
 from tests.heads import MemorySource
 from tests.ranks import Ranks, distance, final, settings
 
@@ -244,7 +246,34 @@ def masked(root: Path) -> Result:
     return result | {"is_finite": all(bool(x.isfinite().all()) for x in final(root / "masked").values())}
 
 
+def copies(root: Path) -> Result:
+    """Two nodes with disks of their own: equal copies, then one changed byte, then other settings."""
+    parts, found = [root / "node-0" / "stage", root / "node-1" / "stage"], {}
+    for part in parts:
+        stage = Stage(part, "hidden_states", {})
+        stage.begin()
+        for i in range(3):
+            (part / f"shard-{i}").write_bytes(bytes(100))
+        stage.complete([f"shard-{i}" for i in range(3)])
+
+    def prepare(source: MemorySource) -> None:
+        os.environ["GROUP_RANK"] = str(engine.rank())
+        own = {"hidden_states": stage_fingerprint(parts[engine.rank()]), "seed": seeds[engine.rank()]}
+        check_copies(lambda: own, [parts[engine.rank()]])
+        sys.exit(0)
+
+    seeds = [0, 0]
+    found["equal"] = _ended(Ranks(root / "copies-equal", 2, prepare=prepare))
+    found["stamps"] = [len(list(part.glob(".verified-*"))) for part in parts]
+    (parts[1] / "shard-1").write_bytes(bytes(99) + b"1")
+    found["byte"] = _ended(Ranks(root / "copies-byte", 2, prepare=prepare))
+    seeds = [0, 1]
+    found["seed"] = _ended(Ranks(root / "copies-seed", 2, prepare=prepare))
+    return found
+
+
 SCENARIOS = (
+    copies,
     torture,
     elastic,
     bfloat16,

@@ -74,6 +74,13 @@ def from_rank_0(value: T) -> T:
     return box[0]
 
 
+def from_all_ranks(value: T) -> list[T]:
+    """What every rank passed; any object that can be pickled."""
+    values: list[T] = [value] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def barrier() -> None:
     """Waits for every rank."""
     dist.barrier()
@@ -96,13 +103,16 @@ def deepspeed_settings(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
             f"train.packs_per_step={config.packs_per_step} must be a multiple of the {num_ranks} "
             f"ranks: set train.packs_per_step={num_ranks * max(config.packs_per_step // num_ranks, 1)}"
         )
+    is_bfloat16 = config.deepspeed.dtype is Dtype.bfloat16
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": config.packs_per_step // num_ranks,
         "gradient_clipping": 0.0 if _is_plain(config) else config.clip_norm,
         "zero_optimization": {"stage": config.deepspeed.zero_stage},
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": config.deepspeed.dtype is Dtype.bfloat16},
+        "bf16": {"enabled": is_bfloat16},
+        # Packs add up in float32; without shares DeepSpeed has one type for weights and gradients.
+        "data_types": {"grad_accum_dtype": "fp32" if is_bfloat16 and config.deepspeed.zero_stage else None},
         "steps_per_print": 1_000_000_000,
     }
 

@@ -129,3 +129,13 @@ def test_a_truncated_checkpoint_is_left_out_with_a_warning(results: Results) -> 
 def test_a_step_without_a_generated_token_is_harmless(results: Results) -> None:
     assert results["masked"]["codes"] == [0, 0]
     assert results["masked"]["is_finite"]
+
+
+def test_a_node_whose_copy_differs_is_named(results: Results) -> None:
+    found = results["copies"]
+    assert found["equal"]["codes"] == [0, 0]
+    assert found["stamps"] == [1, 1]
+    assert found["byte"]["codes"] == found["seed"]["codes"] == [2, 2]
+    assert "(node 1): " in found["byte"]["log"]
+    assert "node-1/stage/shard-1 is not the file that the manifest names" in found["byte"]["log"]
+    assert "(node 1): seed differ from rank 0's: copy the run's folder" in found["seed"]["log"]
