@@ -165,6 +165,8 @@ class TrainConfig:
     save_every: int = 500
     """Optimizer steps; also at the end."""
     keep_checkpoints: int = 2
+    compile: bool = False
+    """Let torch.compile make kernels of the element-wise pieces: for GPUs; on a CPU it only costs a start."""
     rank_timeout: float = 60.0
     """Seconds without a sign of life after which a rank is lost; the others name it and end."""
     wandb: WandbConfig = field(default_factory=WandbConfig)

@@ -1,5 +1,7 @@
 """The one place that talks to DeepSpeed and torch.distributed."""
 
+import contextlib
+import io
 import logging
 import os
 import socket
@@ -141,12 +143,13 @@ class Engine:
         groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         self.num_micro_batches = config.packs_per_step // world_size()
         self._num_done = 0
-        self._engine, *_ = deepspeed.initialize(
-            model=module.to(device),
-            optimizer=optimizer,
-            config=deepspeed_settings(config, world_size()),
-            dist_init_required=False,
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # where it prints how much memory is in use
+            self._engine, *_ = deepspeed.initialize(
+                model=module.to(device),
+                optimizer=optimizer,
+                config=deepspeed_settings(config, world_size()),
+                dist_init_required=False,
+            )
         if world_size() == 1 and config.deepspeed.zero_stage == 0:
             # Nothing to reduce, yet DeepSpeed would copy all gradients into one buffer and back.
             self._engine.enable_backward_allreduce = False
