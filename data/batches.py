@@ -32,7 +32,11 @@ def align(sample: HiddenStateSample, *, seed: int, epoch: int) -> DraftBatch:
     ... )
     >>> rows.token_T.tolist(), rows.num_live_T.tolist(), rows.teacher_T.tolist()
     ([1, 2, 3, 4, 5], [0, 0, 0, 2, 1], [-1, -1, -1, 0, 1])
+
+    Raises:
+        ValueError: a state is not finite.
     """
+    check_finite(sample)
     mask, rows = sample.loss_mask_T.numpy(), num_rows(sample.loss_mask_T)
     run_left, run = np.zeros(mask.size + 1, dtype=np.int64), 0
     for t in range(mask.size - 1, -1, -1):
@@ -57,6 +61,19 @@ def align(sample: HiddenStateSample, *, seed: int, epoch: int) -> DraftBatch:
         top_log_probs_PE=sample.top_log_probs_PE,
         ids=(sample.id,),
     )
+
+
+def check_finite(sample: HiddenStateSample) -> None:
+    """Raises ValueError, which names the document, where a state is not a number."""
+    for name in ("aux_TLD", "last_hidden_PD", "logsumexp_P"):
+        states = getattr(sample, name)
+        # One pass without a copy; a sum may overflow, so it only raises a suspicion.
+        if not states.sum(dtype=torch.float32).isfinite() and not (finite := states.isfinite()).all():
+            where = int((~finite).nonzero()[0, 0])
+            raise ValueError(
+                f"document {sample.id} has a state that is not finite ({name}, row {where}): delete the "
+                f"hidden_states folder to capture again, or leave the document out"
+            )
 
 
 def pack(documents: Sequence[DraftBatch]) -> DraftBatch:

@@ -173,3 +173,13 @@ def turn(states_RNH: Tensor, cos_R1H: Tensor, sin_R1H: Tensor) -> Tensor:
     """Rotary embedding in the form of the Llama family: both halves of a head turn together."""
     out: Tensor = apply(_Turn, states_RNH, cos_R1H, sin_R1H)
     return out
+
+
+def compile_pieces() -> None:
+    """Lets torch.compile make one kernel of each element-wise piece, for the whole process.
+
+    The products between them stay with the libraries, and their sizes, which differ from pack to
+    pack, with eager code: the unroll as a whole takes minutes to compile and is compiled again.
+    """
+    for name in ("rms_norm", "rms_norm_backward", "_turned"):
+        globals()[name] = torch.compile(globals()[name], dynamic=True)

@@ -9,6 +9,7 @@ from slipstream.data.cache import HiddenStateSource
 from slipstream.data.target.resolve import Target
 from slipstream.data.target.weights import read_target_head
 from slipstream.data.vocab_map import read_vocab_map
+from slipstream.drafters import fused
 from slipstream.drafters.config import DraftGeometry, Init
 from slipstream.drafters.importer import ImportedHead
 from slipstream.drafters.registry import DRAFTERS
@@ -67,6 +68,8 @@ def new_head(
 
 def make_unroller(recipe: Recipe, head: Any, frozen: FrozenTarget) -> Any:
     """The module that is trained."""
+    if recipe.train.compile:
+        fused.compile_pieces()
     if recipe.drafter.kind == "eagle1":
         return Eagle1Unroller(head, frozen)
     if recipe.drafter.kind == "medusa":

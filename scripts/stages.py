@@ -6,6 +6,7 @@ Heavy libraries are imported by the stages that need them, so `--help` and bad i
 import dataclasses
 import functools
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -255,20 +256,27 @@ class Run:
     def _train(self) -> None:
         """Trains the head; under torchrun every rank calls this."""
         folder = self.path("train")
-        if is_complete(folder):
+        is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        if is_alone and is_complete(folder):
             Stage(folder, "train", self._train_settings())
             return
         from slipstream.scripts.assembly import frozen_target, make_unroller, new_head
         from slipstream.scripts.selecting import make_selection
         from slipstream.train import engine, trainer
         from slipstream.train.checkpoint import has_checkpoint
+        from slipstream.train.nodes import check_copies
 
         device = engine.init_distributed()
+        inputs = [self.path("vocab_map"), self.path("hidden_states")]
+        settings = check_copies(self._train_settings, inputs)
+        if engine.from_rank_0(is_complete(folder)):
+            Stage(folder, "train", settings)
+            return
         engine.deepspeed_settings(self.recipe.train, engine.world_size())
         if engine.rank() == 0 and not has_checkpoint(folder):
             (folder / MANIFEST).unlink(missing_ok=True)  # nothing is there that other settings would spoil
         engine.barrier()
-        stage = Stage(folder, "train", self._train_settings())
+        stage = Stage(folder, "train", settings)
         frozen = frozen_target(self.target, self.path("vocab_map"))
         imported = None if has_checkpoint(folder) else self.imported  # a resumed run needs it no more
         source, start = self.states.sources()
@@ -375,6 +383,7 @@ class Run:
     def _train_settings(self) -> dict[str, Any]:
         recipe = self.recipe
         train = plain(recipe.train)
+        del train["deepspeed"]["zero_stage"]  # a run goes on under another one
         settings = {
             "hidden_states": self.states.identity(),
             "vocab_map": stage_fingerprint(self.path("vocab_map")),

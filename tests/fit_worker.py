@@ -85,12 +85,13 @@ def _kill_after(num_steps: int) -> None:
     step = engine.Engine.step
     done = 0
 
-    def counted(self: engine.Engine, learning_rate: float) -> None:
+    def counted(self: engine.Engine, learning_rate: float) -> bool:
         nonlocal done
-        step(self, learning_rate)
+        is_done = step(self, learning_rate)
         done += 1
         if done == num_steps * self.num_micro_batches:
             os._exit(9)
+        return is_done
 
     engine.Engine.step = counted  # type: ignore[method-assign]
 

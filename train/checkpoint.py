@@ -1,23 +1,29 @@
-"""Checkpoints: the DeepSpeed state, the head by itself, and where the run stands."""
+"""Checkpoints: the state of training in one layout, the head by itself, and where the run stands.
+
+`step-N/` holds `training.safetensors` (`slipstream.train.portable`), `head.safetensors` and, written
+last, `train_state.json` with the SHA-256 of both: without it, or with other content, the checkpoint
+does not count.
+"""
 
 import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from slipstream.data.files import atomic_path, check_disk, reading, write_json
+from slipstream.data.files import atomic_path, check_disk, file_hash, reading, write_json
 from slipstream.data.progress import say
 from slipstream.train import engine as distributed
 from slipstream.train.engine import Engine
 
-STATE, HEAD = "train_state.json", "head.safetensors"
+STATE, HEAD, TRAINING = "train_state.json", "head.safetensors", "training.safetensors"
 
 BYTES_PER_WEIGHT = 16
-"""On disk, float32: state, two moments, head; bfloat16: the same with a float32 master copy."""
+"""On disk: the float32 weight, two moments, and the head (half as much in bfloat16)."""
 
 
 @dataclass(kw_only=True)
@@ -26,49 +32,60 @@ class TrainState:
 
     step: int = 0
     """Optimizer steps done."""
-    num_ranks: int = 0
-    """Processes of the last run; ZeRO-1 and 2 share the optimizer's state among them."""
+    skipped: int = 0
+    """Planned steps that were left out, since a gradient was not finite."""
     train_tokens: int = 0
     """Supervised rows of step 0 seen, all ranks."""
     seconds: float = 0.0
     """Wall-clock spent in training, over all restarts."""
 
+    @property
+    def position(self) -> int:
+        """Planned steps that are behind: where the data goes on."""
+        return self.step + self.skipped
+
 
 def save_checkpoint(folder: Path, engine: Engine, head: nn.Module, state: TrainState, keep: int) -> None:
-    """Writes `folder/step-N`; `train_state.json` comes last and makes it complete.
+    """Writes `folder/step-N`; called on every rank, rank 0 writes.
 
     Args:
         folder: of all checkpoints of the run.
-        engine: its states are written by every rank.
-        head: written by rank 0.
-        state: written by rank 0.
+        engine: its state is gathered.
+        head: what is exported.
+        state: where the run stands.
         keep: older complete checkpoints beyond this number are removed.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; the checkpoints before it are as they were. On every rank.
     """
-    target = folder / f"step-{state.step:07d}"
-    (target / STATE).unlink(missing_ok=True)  # of a damaged one that is made anew
-    try:
-        engine.save(folder, target.name)
-        if distributed.rank() == 0:
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-            with atomic_path(target / HEAD) as temporary:
-                save_file(tensors, temporary)
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
-        reason = str(error).partition("\n")[0]
+    training = engine.save()
+    target, reason = folder / f"step-{state.step:07d}", None
+    if distributed.rank() == 0:
+        try:
+            _write(target, {TRAINING: training, HEAD: head.state_dict()}, state)
+        except (OSError, SafetensorError) as error:  # a full disk is either
+            reason = str(error).partition("\n")[0]
+            shutil.rmtree(target, ignore_errors=True)
+        else:
+            kept = _complete(folder)[-keep:]
+            for old in set(folder.glob("step-*")).difference(kept):  # also what a kill left of one
+                (old / STATE).unlink(missing_ok=True)
+                shutil.rmtree(old)
+    reason = distributed.from_rank_0(reason)
+    if reason is not None:
         raise OSError(
             f"{target} cannot be written ({reason}): free some space; a new start goes on from the "
             f"checkpoint before"
-        ) from error
-    distributed.barrier()
-    if distributed.rank() == 0:
-        files = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
-        write_json(target / STATE, {"state": asdict(state), "files": files})
-        for old in _complete(folder)[:-keep]:
-            (old / STATE).unlink()
-            shutil.rmtree(old)
-    distributed.barrier()
+        )
+
+
+def _write(target: Path, files: dict[str, dict[str, Tensor]], state: TrainState) -> None:
+    (target / STATE).unlink(missing_ok=True)  # of a damaged one that is made anew
+    for name, tensors in files.items():
+        with atomic_path(target / name) as temporary:
+            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, temporary)
+    hashes = {name: file_hash(target / name) for name in files}
+    write_json(target / STATE, {"state": asdict(state), "sha256": hashes})
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -98,17 +115,20 @@ def latest_checkpoint(folder: Path) -> tuple[Path, TrainState] | None:
     return None
 
 
+def resume_point(folder: Path) -> tuple[Path | None, TrainState]:
+    """The newest whole checkpoint on rank 0's disk and where it stands, on every rank; else the beginning."""
+    newest = latest_checkpoint(folder) if distributed.rank() == 0 else None
+    return distributed.from_rank_0(newest or (None, TrainState()))
+
+
 def _read_state(checkpoint: Path) -> TrainState:
     with reading(checkpoint / STATE, way_out="the checkpoint is left out"):
-        content = json.loads((checkpoint / STATE).read_bytes())
-        state, files = TrainState(**content["state"]), dict(content["files"])
-        damaged = [
-            name
-            for name, num_bytes in files.items()
-            if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != num_bytes
-        ]
-    if damaged:
-        raise ValueError(f"{checkpoint / damaged[0]} is damaged: the checkpoint is left out")
+        content: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())
+        state, hashes = TrainState(**content["state"]), dict(content["sha256"])
+    for name, expected in hashes.items():
+        path = checkpoint / name
+        if not path.is_file() or file_hash(path) != expected:
+            raise ValueError(f"{path} is damaged: the checkpoint is left out")
     return state
 
 
@@ -119,8 +139,13 @@ def check_space(folder: Path, num_weights: int, keep: int) -> None:
     check_disk(folder, needed - held, what=f"training with train.keep_checkpoints={keep}")
 
 
-def read_head(path: Path) -> dict[str, Tensor]:
-    """The head's tensors in a checkpoint's file."""
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors in one of a checkpoint's files."""
     with reading(path, way_out=f"delete {path.parent} and train again from the checkpoint before"):
         tensors: dict[str, Tensor] = load_file(path)
     return tensors
+
+
+def read_head(path: Path) -> dict[str, Tensor]:
+    """The head's tensors in a checkpoint's file."""
+    return read_tensors(path)

@@ -17,7 +17,7 @@ AT_LEAST_1 = (
     "save_every",
     "keep_checkpoints",
 )
-ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm", "decay_share")
+ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm", "decay_share", "rank_timeout")
 NOT_IDENTITY = (
     "wandb",
     "tensorboard",
@@ -26,6 +26,7 @@ NOT_IDENTITY = (
     "validate_tokens",
     "save_every",
     "keep_checkpoints",
+    "rank_timeout",
     "seed",
 )
 """Settings that do not change the trained weights."""
@@ -129,7 +130,7 @@ class DeepSpeedConfig:
     """What the DeepSpeed engine is told."""
 
     zero_stage: int = 0
-    """0, 1 or 2."""
+    """0: nothing is shared; 1: the ranks share the optimizer's state; 2: also the gradients."""
     dtype: Dtype = Dtype.float32
     """float32, or bfloat16 with float32 master weights."""
 
@@ -247,6 +248,10 @@ class TrainConfig:
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     tensorboard: bool = False
     """Also write curves that TensorBoard reads (extra `tensorboard`)."""
+    compile: bool = False
+    """Let torch.compile make kernels of the element-wise pieces: for GPUs; on a CPU it only costs a start."""
+    rank_timeout: float = 60.0
+    """Seconds without a sign of life after which a rank is lost; the others name it and end."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def problems(self) -> list[str]:
@@ -270,7 +275,11 @@ class TrainConfig:
             if not 0 < getattr(self.unroll, key) <= 1:
                 found.append(f"train.unroll.{key} must lie in (0, 1]")
         if self.deepspeed.zero_stage not in (0, 1, 2):
-            found.append(f"train.deepspeed.zero_stage={self.deepspeed.zero_stage}: 0, 1 or 2")
+            found.append(
+                f"train.deepspeed.zero_stage={self.deepspeed.zero_stage}: 0, 1 or 2; the unroll uses every "
+                f"weight in each of its steps, so that 3 would gather all of them for the whole pass and "
+                f"save nothing (docs/scale.md)"
+            )
         if self.deepspeed.dtype not in (Dtype.float32, Dtype.bfloat16):
             found.append("train.deepspeed.dtype must be float32 or bfloat16")
         return found + self.selection.problems() + self._extra_problems()

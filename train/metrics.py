@@ -78,9 +78,10 @@ class Reporter:
         yield
         self._waited += time.monotonic() - start
 
-    def add(self, output: UnrollOutput) -> None:
-        """Counts one pack."""
-        self._sums.add(output)
+    def add(self, *outputs: UnrollOutput) -> None:
+        """Counts the packs of a step."""
+        for output in outputs:
+            self._sums.add(output)
 
     def report(self, state: TrainState, **values: float | None) -> None:
         """Writes what was added since the last report; called on every rank.

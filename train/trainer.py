@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,13 +17,22 @@ from slipstream.data.progress import Meter, say
 from slipstream.data.types import DraftBatch
 from slipstream.train import engine as distributed
 from slipstream.train.average import Average
-from slipstream.train.checkpoint import TrainState, check_space, latest_checkpoint, save_checkpoint
+from slipstream.train.checkpoint import (
+    TRAINING,
+    TrainState,
+    check_space,
+    read_tensors,
+    resume_point,
+    save_checkpoint,
+)
 from slipstream.train.config import TrainConfig
 from slipstream.train.engine import Engine
+from slipstream.train.faults import Skips, Termination
 from slipstream.train.metrics import Reporter, StepSums
 from slipstream.train.schedule import learning_rate
 from slipstream.train.selection import Selection
 from slipstream.train.ttt import FrozenTarget, Unroller, UnrollPlan, plan_unroll
+from slipstream.train.watch import Watch
 
 PlannedStep = tuple[int, list[list[str]]]
 
@@ -67,18 +75,7 @@ def without_empty_packs(config: TrainConfig, steps: Sequence[PlannedStep]) -> Tr
     return replace(config, packs_per_step=num_packs)
 
 
-def check_ranks(folder: Path, config: TrainConfig, state: TrainState) -> None:
-    """Raises ValueError where the optimizer's state is shared by another number of ranks."""
-    is_shared = config.deepspeed.zero_stage > 0 and state.step > 0
-    if is_shared and state.num_ranks != distributed.world_size():
-        raise ValueError(
-            f"{folder} was trained on {state.num_ranks} ranks, {distributed.world_size()} now, and "
-            f"train.deepspeed.zero_stage={config.deepspeed.zero_stage} shares the optimizer's state among "
-            f"them: start with torchrun --nproc_per_node={state.num_ranks}, or delete {folder} to train again"
-        )
-
-
-def fit(
+def fit(  # noqa: PLR0915 - the loop is to be read from top to bottom
     unroller: Unroller,
     source: HiddenStateSource,
     config: TrainConfig,
@@ -110,22 +107,20 @@ def fit(
     steps = plan_steps(source.rows("train"), config, seed, shuffle_shards)
     config = without_empty_packs(config, steps)
     check_space(folder, sum(p.numel() for p in unroller.parameters()), config.keep_checkpoints)
-    checkpoint, state = latest_checkpoint(folder) or (None, TrainState())
-    check_ranks(folder, config, state)
+    checkpoint, state = resume_point(folder)
     average = Average(unroller.head, config.ema, checkpoint).to(device)
     engine = Engine(unroller, config, device)
     if checkpoint is not None:
-        engine.load(folder, checkpoint.name)
+        engine.load(read_tensors(checkpoint / TRAINING) if distributed.rank() == 0 else {})
         say(f"train        resumes after step {state.step} of {len(steps)}")
     selection.resume(state.step)
-    state.num_ranks = distributed.world_size()
     if distributed.rank() == 0:
         stage.begin()
     dtype = torch.bfloat16 if config.deepspeed.dtype is Dtype.bfloat16 else torch.float32
     reporter = Reporter(folder, config, device=device, state=state)
     feeder = CachedFeeder(
         source,
-        steps[state.step :],
+        steps[state.position :],
         packs_per_step=config.packs_per_step,
         rank=distributed.rank(),
         world_size=distributed.world_size(),
@@ -133,26 +128,35 @@ def fit(
         pin_memory=device.type == "cuda",
     )
     seconds_before, start = state.seconds, time.monotonic()
-    with Meter("train", len(steps), unit="steps") as meter:
-        meter.skip(state.step)
-        while state.step < len(steps) and not selection.is_over:
+    skips, saved = Skips(), state.position
+    with (
+        Watch(config.rank_timeout),
+        Termination() as termination,
+        Meter("train", len(steps), unit="steps") as meter,
+    ):
+        meter.skip(state.position)
+        while state.position < len(steps) and not selection.is_over and not termination.was_asked(device):
             # Data: this rank's packs, which of their rows each unroll step computes, and their weights.
             with reporter.waiting():
                 packs = feeder.step_packs()
             plans, weight_K, num_tokens = plan_packs(packs, config, frozen, device)
             rate = learning_rate(state.step + 1, total_steps=len(steps), config=config)
             # Step: forward and backward for each pack; the last one updates the weights.
+            outputs = []
             for batch, plan in zip(packs, plans, strict=True):
-                output = engine(batch.to(device, dtype), plan.to(device), weight_K)
-                engine.backward(output.loss)
-                engine.step(rate)
-                reporter.add(output)
+                outputs.append(engine(batch.to(device, dtype), plan.to(device), weight_K))
+                engine.backward(outputs[-1].loss)
+                is_done = engine.step(rate)
+            if not skips.count(is_done, state):
+                meter.advance(1)
+                continue
             state.step += 1
             average.update(state.step)
             state.train_tokens += num_tokens
             state.seconds = seconds_before + time.monotonic() - start
             # Report, validate, decode, save.
-            is_last = state.step == len(steps)
+            reporter.add(*outputs)
+            is_last = state.position == len(steps)
             if state.step % config.log_every == 0 or is_last:
                 reporter.report(state, lr=rate, grad_norm=engine.grad_norm())
             if state.step % config.validate_every == 0 or is_last:
@@ -162,13 +166,17 @@ def fit(
                     )
             if selection.is_due(state.step, is_last):
                 reporter.selection(selection.measure(state.step, average.head, reporter.losses()))
-                is_last = is_last or selection.is_over
-            if state.step % config.save_every == 0 or is_last:
+            if state.step % config.save_every == 0:
                 save_checkpoint(folder, engine, average.head, state, config.keep_checkpoints)
                 selection.prune()
+                saved = state.position
             meter.advance(1, reporter.note)
+        if state.position > saved:
+            save_checkpoint(folder, engine, average.head, state, config.keep_checkpoints)
+            selection.prune()
     feeder.close()
     reporter.close()
+    termination.leave(state, len(steps))
     return state
 
 

@@ -70,19 +70,6 @@ def test_resume_is_bit_equal(undisturbed: dict[str, torch.Tensor], tmp_path: Pat
     assert distance(undisturbed, resumed) == 0.0
 
 
-def test_resume_of_two_ranks_under_zero_2_is_bit_equal(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", "deepspeed.zero_stage=2", ranks=2)
-    fit(tmp_path / "run", "deepspeed.zero_stage=2", "stop_after=4", ranks=2, code=9)
-    assert distance(whole, fit(tmp_path / "run", "deepspeed.zero_stage=2", ranks=2)) == 0.0
-
-
-def test_zero_0_goes_on_with_another_number_of_ranks(
-    undisturbed: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    fit(tmp_path / "run", "stop_after=4", ranks=2, code=9)
-    assert distance(undisturbed, fit(tmp_path / "run")) < 1e-5
-
-
 def test_half_written_checkpoint_is_ignored(undisturbed: dict[str, torch.Tensor], tmp_path: Path) -> None:
     fit(tmp_path / "run", "stop_after=4", code=9)
     torn = tmp_path / "run" / "step-0000005"

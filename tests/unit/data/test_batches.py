@@ -1,8 +1,10 @@
 """Alignment, packing and the plan of an epoch."""
 
 import itertools
+import math
 from dataclasses import replace
 
+import pytest
 import torch
 
 from slipstream.data.batches import CachedFeeder, align, pack, plan_epoch
@@ -120,3 +122,18 @@ def test_ranks_share_a_step_whatever_their_number() -> None:
 
     assert read(1) == read(2) == read(4)
     assert sum(map(len, read(2))) == 11
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_state_that_is_not_finite_is_refused_by_document(value: float) -> None:
+    sample = make_sample("doc7", [0, 0, 1, 1, 1], geometry=make_geometry())
+    align(sample, seed=0, epoch=0)
+    sample.aux_TLD[3, 1, 2] = value
+    with pytest.raises(ValueError, match=r"document doc7 has a state that is not finite \(aux_TLD, row 3\)"):
+        align(sample, seed=0, epoch=0)
+
+
+def test_large_states_are_not_mistaken() -> None:
+    sample = make_sample("a", [0, 0, 1, 1, 1], geometry=make_geometry())
+    sample.last_hidden_PD.fill_(3e38)
+    align(sample, seed=0, epoch=0)
