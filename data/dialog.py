@@ -100,7 +100,7 @@ class Dialog:
         recorded = self._plan[len(self.turns)][1]
         if recorded is None:
             message = Message(role="assistant", content=text)
-            if any(opening in canonical(text) for opening in self._openings):
+            if self._calls_a_tool(text):
                 self.cut = CALL_UNRECORDED
         else:
             stop_text = str(self._tokenizer.decode(list(answer.token_ids[-1:]))) if stopped else ""
@@ -129,22 +129,25 @@ class Dialog:
         rest = whole[len(self._text) :]
         return rest[: rest.rfind(stop_text)] if stop_text in rest else rest
 
+    def _calls_a_tool(self, text: str) -> bool:
+        """Whether an answer holds what the template writes in front of a call, or the call as JSON."""
+        return any(
+            (marker in text and name in text) if marker else f'"name":"{name}"' in canonical(text)
+            for name, marker in self._markers.items()
+        )
+
     @functools.cached_property
-    def _openings(self) -> list[str]:
-        """What the template writes up to a tool's name, for every tool."""
-        openings = []
+    def _markers(self) -> dict[str, str]:
+        """The line in front of a call, by the tool's name; empty where a call is JSON alone."""
+        markers = {}
         for tool in self.job.prompt.tools:
             name = str(tool.get("function", tool).get("name", ""))
-            function = {"name": name, "arguments": {}}
-            call = Message(
-                role="assistant",
-                content="",
-                extra={"tool_calls": [{"type": "function", "function": function, "id": "000000000"}]},
-            )
-            before, found, _ = self._rendered(call, "").partition(name)
+            call = {"type": "function", "id": "000000000", "function": {"name": name, "arguments": {}}}
+            written = self._rendered(Message(role="assistant", content="", extra={"tool_calls": [call]}), "")
+            before, found, _ = written.partition(name)
             if name and found:
-                openings.append("".join((before + name).split()))
-        return openings
+                markers[name] = (before.partition("{")[0].split() or [""])[-1]
+        return markers
 
     def row(self) -> dict[str, Any]:
         """Row of the answers file."""
