@@ -142,7 +142,7 @@ def test_recorded_results_follow_the_recorded_call() -> None:
     dialog, prompts = play(RIGHT, "It is 3.", "No.")
     assert (dialog.cut, len(dialog.turns)) == ("", 3)
     assert prompts[0] == "<|tools|>add <|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
-    assert prompts[1].startswith(prompts[0] + 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1')
+    assert prompts[1].startswith(prompts[0] + 'I add.<tool_call>\n{"name": "add", "arguments": {"a": 1')
     assert "<|im_start|>tool\n3<|im_end|>" in prompts[1]
     row = dialog.row()
     assert [m["role"] for m in row["messages"]] == [
