@@ -78,6 +78,40 @@ class SampleConfig:
     top_p: float = 1.0
     top_k: int = 0
     """0 switches the filter off."""
+    weight: float = 1.0
+    """Share among the samples; counts with `regenerate.answers_per_prompt`."""
+
+
+@dataclass
+class OpenAIConfig:
+    """A server that answers for `regenerate.backend=openai`."""
+
+    base_url: str = "http://127.0.0.1:8000/v1"
+    """What stands before /completions."""
+    model: str = ""
+    """Name of the target there; empty: the only one the server lists."""
+    api_key_env: str = ""
+    """Environment variable that holds the key; empty: none is sent."""
+    concurrency: int = 64
+    """Requests in flight."""
+    timeout_seconds: float = 600.0
+    """Of one request."""
+    retries: int = 6
+    """Further tries of a request that was refused for now, broken or cut off."""
+    backoff_seconds: float = 1.0
+    """Wait before the first further try; it doubles, up to a minute."""
+    extensions: bool = True
+    """Asks for token ids, special tokens in the text and top-k, which vLLM and SGLang understand."""
+
+
+@dataclass
+class VllmConfig:
+    """vLLM in its own environment for `regenerate.backend=vllm`."""
+
+    concurrency: int = 256
+    """Answers written side by side."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vllm.LLM, such as tensor_parallel_size."""
 
 
 @dataclass
@@ -85,8 +119,18 @@ class RegenerateConfig:
     """The target answers the prompts."""
 
     backend: str = "hf"
-    """hf (transformers on this machine)."""
+    """hf (transformers on this machine), vllm (offline, in its own environment) or openai (a server)."""
+    openai: OpenAIConfig = field(default_factory=OpenAIConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     samples: list[SampleConfig] = field(default_factory=lambda: [SampleConfig()])
+    answers_per_prompt: int = 0
+    """0: one for each of the samples; else so many, each with a sample drawn by weight."""
+    keep_truncated: bool = True
+    """Keep answers that the token limit cut: their tokens are the target's own, and no end is learnt."""
+    max_failed_share: float = 0.05
+    """Stop when a server fails to answer a larger share."""
+    shard: str = ""
+    """I/N: this process answers part I (from 0) of N, by id hash; rank: RANK/WORLD_SIZE of torchrun."""
     max_new_tokens: int = 512
     batch_size: int = 32
     """Rows generated together."""
@@ -94,6 +138,31 @@ class RegenerateConfig:
     """Processes that generate side by side; 0: one for each GPU, or each CPU core that memory allows."""
     max_prompt_tokens: int = 2048
     """Longer prompts are left out and counted."""
+
+    def problems(self) -> list[str]:
+        """Every mistake in these settings, one line each."""
+        found = []
+        if self.backend not in ("hf", "vllm", "openai"):
+            found.append(f"data.regenerate.backend={self.backend}: hf, vllm or openai")
+        if not self.samples:
+            found.append("data.regenerate.samples is empty: [{temperature: 0}] is greedy")
+        for i, sample in enumerate(self.samples):
+            if sample.temperature < 0 or not 0 < sample.top_p <= 1 or sample.top_k < 0 or sample.weight <= 0:
+                found.append(
+                    f"data.regenerate.samples[{i}]: temperature >= 0, 0 < top_p <= 1, top_k >= 0, weight > 0"
+                )
+        if not re.fullmatch(r"|rank|\d+/\d+", self.shard) or not _is_part(self.shard):
+            found.append(f"data.regenerate.shard={self.shard}: I/N with I from 0 to N-1, or rank")
+        if not 0 <= self.max_failed_share <= 1:
+            found.append("data.regenerate.max_failed_share must lie in [0, 1]")
+        if not self.openai.timeout_seconds > 0 or not self.openai.backoff_seconds >= 0:
+            found.append("data.regenerate.openai: timeout_seconds > 0, backoff_seconds >= 0")
+        return found
+
+
+def _is_part(shard: str) -> bool:
+    index, slash, number = shard.partition("/")
+    return not slash or int(index) < int(number)
 
 
 @dataclass
@@ -178,6 +247,10 @@ LEAST = {
     "prompts.limit": 0,
     "regenerate.max_new_tokens": 1,
     "regenerate.batch_size": 1,
+    "regenerate.answers_per_prompt": 0,
+    "regenerate.openai.concurrency": 1,
+    "regenerate.openai.retries": 0,
+    "regenerate.vllm.concurrency": 1,
     "regenerate.workers": 0,
     "regenerate.max_prompt_tokens": 1,
     "tokenize.max_length": 8,
@@ -212,13 +285,7 @@ class DataConfig:
         found = []
         if not self.prompts.paths:
             found.append("data.prompts.paths is empty: name at least one file or data set")
-        if self.regenerate.backend != "hf":
-            found.append(f"data.regenerate.backend={self.regenerate.backend}: only hf exists")
-        if not self.regenerate.samples:
-            found.append("data.regenerate.samples is empty: [{temperature: 0}] is greedy")
-        for i, sample in enumerate(self.regenerate.samples):
-            if sample.temperature < 0 or not 0 < sample.top_p <= 1 or sample.top_k < 0:
-                found.append(f"data.regenerate.samples[{i}]: temperature >= 0, 0 < top_p <= 1, top_k >= 0")
+        found += self.regenerate.problems()
         for key, least in LEAST.items():
             if attrgetter(key)(self) < least:
                 found.append(f"data.{key} must be at least {least}")

@@ -9,7 +9,7 @@ import json
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,11 @@ ROLES = {
     "system": "system",
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
+    "tool": "tool",
 }
 """Role names of the OpenAI and ShareGPT forms."""
+EXTRA = ("tool_calls", "tool_call_id", "name")
+"""Keys of a message that are kept beside role and content."""
 PATHS_KEY = "data.prompts.paths"
 
 
@@ -56,7 +59,8 @@ def content_id(messages: Iterable[Message]) -> str:
     >>> content_id([Message(role="user", content="Hello")])
     '1d9f4feaa9db000b'
     """
-    text = json.dumps([[m.role, m.content] for m in messages], ensure_ascii=False)
+    turns = [[m.role, m.content, *([m.extra] if m.extra else [])] for m in messages]
+    text = json.dumps(turns, ensure_ascii=False, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -154,10 +158,37 @@ def _conversation(row: Any, *, as_prompts: bool) -> Conversation:
         raise BadRowError("system message after the first")
     if all(m.role != "user" for m in messages):
         raise BadRowError("no user turn")
-    kept = tuple(m for m in messages if m.role != "assistant") if as_prompts else _alternating(messages)
+    kept = _prompt_turns(messages) if as_prompts else _alternating(messages)
     category = row.get("category")
     category = str(category) if isinstance(category, str | int) else ""
-    return Conversation(id=content_id(kept), messages=kept, category=_encodable(category))
+    return Conversation(
+        id=content_id(kept), messages=kept, category=_encodable(category), tools=_tools(row.get("tools"))
+    )
+
+
+def _prompt_turns(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The chat without its answers; of those that call tools, the calls stay where results follow."""
+    kept: list[Message] = []
+    for i, message in enumerate(messages):
+        calls = {key: value for key, value in message.extra.items() if key == "tool_calls"}
+        follower = messages[i + 1].role if i + 1 < len(messages) else ""
+        if message.role == "tool" and (not kept or kept[-1].role not in ("assistant", "tool")):
+            raise BadRowError("tool result without its call")
+        if message.role != "assistant":
+            kept.append(message)
+        elif calls and follower == "tool":
+            if not kept or kept[-1].role not in ("user", "tool"):
+                raise BadRowError("tool call without a question")
+            kept.append(replace(message, content="", extra=calls))
+    return tuple(kept)
+
+
+def _tools(found: Any) -> tuple[dict[str, Any], ...]:
+    """Schemas of a row's tools, which some data sets hold as JSON text."""
+    tools = _parsed(found.encode()) if isinstance(found, str) and found.strip() else found or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadRowError("tools are not a list of objects")
+    return tuple(dict(tool) for tool in tools)
 
 
 def _encodable(content: str) -> str:
@@ -174,6 +205,9 @@ def _message(turn: Any) -> Message:
     role, content = turn.get(keys[0]), turn.get(keys[1])
     if not isinstance(role, str) or role not in ROLES:
         raise BadRowError("unknown role")
+    extra = _extra(turn)
+    if content is None and "tool_calls" in extra:
+        content = ""
     if content is None:
         raise BadRowError("null content")
     # Either text or parts: [{"type": "text", "text": ...}, ...]
@@ -182,9 +216,30 @@ def _message(turn: Any) -> Message:
     if not all(isinstance(text, str) for text in texts):
         raise BadRowError("content is not text")
     whole = "".join(map(str, texts))
-    if not whole.strip():
+    if not whole.strip() and "tool_calls" not in extra and role != "tool":
         raise BadRowError("empty content")
-    return Message(role=ROLES[role], content=_encodable(whole))
+    return Message(role=ROLES[role], content=_encodable(whole), extra=extra)
+
+
+def _extra(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """What a message holds beside role and content; arguments of calls as objects, as templates want."""
+    extra = {
+        key: turn[key] for key in EXTRA if turn.get(key) and (key != "name" or turn.get("role") == "tool")
+    }
+    calls = extra.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise BadRowError("tool_calls is not a list")
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRowError("tool call without a function")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments.encode())
+        if not isinstance(arguments, Mapping):
+            raise BadRowError("arguments of a tool call are not an object")
+        calls[i] = {**call, "function": {**function, "arguments": dict(arguments)}}
+    return extra
 
 
 def _alternating(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -246,7 +301,7 @@ def run(config: PromptsConfig, folder: Path) -> None:
     prompts, facts = load_prompts(config)
     stage.begin()
     with atomic_path(folder / PROMPTS_FILE) as temporary:
-        append_jsonl(temporary, (asdict(prompt) for prompt in prompts))
+        append_jsonl(temporary, (prompt.row() for prompt in prompts))
     stage.complete([PROMPTS_FILE], **facts)
     say(f"prompts      {facts['kept']:,} kept of {facts['rows_read']:,} rows, dropped: {facts['dropped']}")
 
@@ -265,7 +320,8 @@ def _prompt(row: Any) -> Conversation:
     messages = _messages(row)
     if all(message.role != "user" for message in messages):
         raise ValueError("no user turn")
-    return Conversation(id=text(row["id"]), messages=messages, category=text(row["category"]))
+    tools = tuple(row.get("tools", ()))
+    return Conversation(id=text(row["id"]), messages=messages, category=text(row["category"]), tools=tools)
 
 
 def _answer(row: Any) -> GeneratedConversation:
@@ -286,8 +342,17 @@ def _answer(row: Any) -> GeneratedConversation:
         messages=messages,
         turns=turns,
         category=text(row["category"]),
+        tools=tuple(row.get("tools", ())),
+        cut=text(row.get("cut", "")),
     )
 
 
 def _messages(row: Any) -> tuple[Message, ...]:
-    return tuple(Message(role=text(m["role"]), content=text(m["content"])) for m in row["messages"])
+    return tuple(
+        Message(
+            role=text(m["role"]),
+            content=text(m["content"]),
+            extra={key: m[key] for key in EXTRA if key in m},
+        )
+        for m in row["messages"]
+    )

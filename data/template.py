@@ -6,8 +6,7 @@ every request, so where the next prefix does not continue what was rendered (tem
 thinking from the history) a second *view* of the conversation begins, a document of its own.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.data.files import read_json
 from slipstream.data.target.resolve import Target
 from slipstream.data.types import GeneratedConversation, Message, TokenizedSample
+
+Tools = Sequence[Mapping[str, Any]]
 
 
 class RefusedError(Exception):
@@ -41,7 +42,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Message],
+    tools: Tools = (),
+    *,
+    generation_prompt: bool = True,
 ) -> str:
     """Text of a chat, up to where the next answer begins.
 
@@ -49,10 +54,15 @@ def render(
         RefusedError: the template refuses this chat.
         ValueError: the template is broken.
     """
-    chat = [asdict(message) for message in messages]
+    chat = [message.row() for message in messages]
     try:
         return str(
-            tokenizer.apply_chat_template(chat, add_generation_prompt=generation_prompt, tokenize=False)
+            tokenizer.apply_chat_template(
+                chat,
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+            )
         )
     except (jinja2.TemplateSyntaxError, jinja2.TemplateRuntimeError, TypeError, ValueError) as error:
         folder = Path(tokenizer.name_or_path)
@@ -66,9 +76,11 @@ def render(
         raise RefusedError(f"template_refused: {error}") from None
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[int]:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Tools = ()
+) -> list[int]:
     """Token ids of a chat up to where the next answer begins; raises as `render` does."""
-    return encode(tokenizer, render(tokenizer, messages))
+    return encode(tokenizer, render(tokenizer, messages, tools))
 
 
 class ChatTemplate:
@@ -94,10 +106,10 @@ class ChatTemplate:
         views: list[list[tuple[Sequence[int], bool]]] = []
         rendered = ""
         for place, turn in zip(places, turns, strict=True):
-            prefix = render(self._tokenizer, messages[:place])
+            prefix = render(self._tokenizer, messages[:place], conversation.tools)
             token_ids: Sequence[int]
             if turn is None:
-                inserted, answer = self._rendered_answer(messages[: place + 1], prefix)
+                inserted, answer = self._rendered_answer(messages[: place + 1], conversation.tools, prefix)
                 token_ids = encode(self._tokenizer, answer)
             else:  # what the template would make of the sampled tokens does not matter
                 stop = turn.token_ids[-1:] if turn.finish_reason == "stop" else ()
@@ -119,9 +131,9 @@ class ChatTemplate:
             for i, pieces in enumerate(views)
         ]
 
-    def _rendered_answer(self, messages: Sequence[Message], prefix: str) -> tuple[str, str]:
+    def _rendered_answer(self, messages: Sequence[Message], tools: Tools, prefix: str) -> tuple[str, str]:
         """What the template writes in front of the last message, and the message with its stop token."""
-        whole = render(self._tokenizer, messages, generation_prompt=False)
+        whole = render(self._tokenizer, messages, tools, generation_prompt=False)
         rest = whole[len(prefix) :]
         stops = [(rest.rfind(text), text) for text in self._stop_texts if text in rest]
         stop, stop_text = max(stops, default=(len(rest), ""))

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from slipstream.data.answers import ANSWERS_FILE
 from slipstream.data.config import Overlong, TokenizeConfig
 from slipstream.data.conversations import read_answers
 from slipstream.data.files import Stage, atomic_path, reading, stage_fingerprint
 from slipstream.data.progress import Meter, say
-from slipstream.data.regenerate import ANSWERS_FILE
 from slipstream.data.target.resolve import Target
 from slipstream.data.template import ChatTemplate, RefusedError, stop_token_ids
 from slipstream.data.types import GeneratedConversation, TokenizedSample

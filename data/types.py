@@ -5,8 +5,9 @@ layer, D target hidden size, E entry of a teacher's top tokens (0 without), V ta
 vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,12 @@ class Message:
 
     role: str
     content: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What else the chat template reads: tool_calls, tool_call_id, name."""
+
+    def row(self) -> dict[str, Any]:
+        """As a template reads it, and as it is written."""
+        return {"role": self.role, "content": self.content, **self.extra}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +45,21 @@ class Conversation:
     """A chat in its one normal form.
 
     `id` is the hash of the messages, so the same text read from two formats has one id.
-    As a prompt, `messages` holds no assistant turn that the target has to write itself.
+    As a prompt, `messages` holds no answer that the target has to write itself; recorded tool calls
+    stay, without their text, in front of the tool results that they brought.
     """
 
     id: str
     messages: tuple[Message, ...]
     category: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the functions that may be called."""
+
+    def row(self) -> dict[str, Any]:
+        """As it is written."""
+        messages = [message.row() for message in self.messages]
+        tools = {"tools": list(self.tools)} if self.tools else {}
+        return {"id": self.id, "messages": messages, "category": self.category, **tools}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +77,10 @@ class GeneratedTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratedConversation:
-    """A prompt answered by the target: one `GeneratedTurn` per user turn, in order.
+    """A prompt answered by the target: one `GeneratedTurn` per assistant message, in order.
 
-    `id` names (prompt, sample); `messages` alternate [system] user assistant user assistant ...
+    `id` names (prompt, sample); `messages` alternate [system] user assistant user assistant ..., or
+    go on from a tool call to its recorded results and the next answer.
     `turns` is empty for a conversation whose assistant text was not written by the target.
     """
 
@@ -72,6 +89,9 @@ class GeneratedConversation:
     messages: tuple[Message, ...]
     turns: tuple[GeneratedTurn, ...] = ()
     category: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    cut: str = ""
+    """Why it ends before its prompt does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,6 +77,10 @@ class Recipe:
     """scripts/pipeline.py prints what it would do and stops."""
     row: str = "0"
     """Row that scripts/show_mask.py shows: an id, or a number."""
+    stage: str = "tokens"
+    """Stage whose row it is: prompts, regenerated, tokens or hidden_states."""
+    html: str = ""
+    """File that scripts/show_mask.py writes too, for a browser."""
     replay: bool = False
     """scripts/doctor.py also decodes the held-out prompts in the engines of export.engines."""
     push: str = ""

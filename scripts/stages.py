@@ -199,6 +199,7 @@ class Run:
     def _regenerate(self) -> None:
         """Lets the target answer the prompts."""
         from slipstream.data import regenerate
+        from slipstream.eval.engines.environment import engine_python
 
         if not is_complete(self.path("regenerated")):
             self.check_head()
@@ -208,6 +209,7 @@ class Run:
             self.path("prompts"),
             self.path("regenerated"),
             self.recipe.seed,
+            lambda: engine_python("vllm", self.recipe.engines.vllm_python),
         )
 
     def _tokenize(self) -> None:

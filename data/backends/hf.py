@@ -6,7 +6,6 @@ V target vocabulary, C candidate token of one step.
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,18 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from slipstream.data.config import SampleConfig
+from slipstream.data.dialog import Answer
 from slipstream.data.target.kv_cache import PreallocatedCache
 
 FIRST_CANDIDATES = 128
 """Most likely tokens looked at for top-p, eight times as many while they do not hold its mass."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """Token ids with the stop token, and why the answer ends: "stop" or "length"."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: str
 
 
 class HFGenerator:

@@ -146,8 +146,11 @@ def test_random_weights_accept_nothing(finished: tuple[Path, str], cache: Path, 
     assert measured["lossless"] is True
 
 
-def test_show_mask(finished: tuple[Path, str], cache: Path) -> None:
-    done = run(["scripts/show_mask.py", "recipe=tiny", f"run_dir={finished[0]}", "row=3"], cache)
+def test_show_mask(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None:
+    page = tmp_path / "row.html"
+    options = ["row=3", "stage=hidden_states", f"html={page}"]
+    done = run(["scripts/show_mask.py", "recipe=tiny", f"run_dir={finished[0]}", *options], cache)
+    assert "supervised" in page.read_text()
     assert done.returncode == 0, done.stderr
     assert "<|im_end|>" in done.stdout
     assert "supervised" in done.stdout

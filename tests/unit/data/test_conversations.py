@@ -117,6 +117,50 @@ def test_a_prompt_keeps_what_the_target_has_to_answer(tmp_path: Path) -> None:
     assert read_one(tmp_path, [ASSISTANT], as_prompts=True).reason == "no user turn"  # type: ignore[union-attr]
 
 
+CALLS = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+}
+RESULT = {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"}
+
+
+def test_recorded_tool_calls_stay_in_a_prompt(tmp_path: Path) -> None:
+    found = read_one(tmp_path, [USER, CALLS, RESULT, ASSISTANT, USER], as_prompts=True)
+    assert isinstance(found, Conversation)
+    assert roles(found) == ["user", "assistant", "tool", "user"]
+    call = found.messages[1].extra["tool_calls"][0]
+    assert call["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert found.messages[2].row() == RESULT
+    later = read_one(tmp_path, [USER, {**CALLS, "content": "I add."}, RESULT, USER], as_prompts=True)
+    assert isinstance(later, Conversation) and later.id == found.id  # the target writes the text itself
+    row = {"messages": [USER, CALLS, RESULT], "tools": '[{"type": "function"}]'}
+    source = write_jsonl(tmp_path / "tools.jsonl", [row, {**row, "tools": "none"}])
+    first, second = read_source(source, as_prompts=True)
+    assert isinstance(first, Conversation) and first.tools == ({"type": "function"},)
+    assert isinstance(second, Dropped) and second.reason == "tools are not a list of objects"
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(first.row()) + "\n")
+    assert read_conversations(file) == [first]
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([USER, RESULT], "tool result without its call"),
+        ([CALLS, RESULT, USER], "tool call without a question"),
+        ([USER, {**CALLS, "tool_calls": [{"function": {}}]}], "tool call without a function"),
+        (
+            [USER, {**CALLS, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "arguments of a tool call are not an object",
+        ),
+    ],
+)
+def test_bad_tool_rows(tmp_path: Path, messages: Any, reason: str) -> None:
+    found = read_one(tmp_path, messages, as_prompts=True)
+    assert isinstance(found, Dropped) and found.reason == reason
+
+
 def test_same_text_has_one_id_whatever_its_form(tmp_path: Path) -> None:
     sharegpt = [{"from": "human", "value": USER["content"]}, {"from": "gpt", "value": ASSISTANT["content"]}]
     parts = [

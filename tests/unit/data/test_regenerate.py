@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from slipstream.data import regenerate
-from slipstream.data.backends.hf import Answer, HFGenerator, choose
+from slipstream.data.answers import ANSWERS_FILE
+from slipstream.data.backends.hf import HFGenerator, choose
 from slipstream.data.config import RegenerateConfig, SampleConfig, TargetConfig
+from slipstream.data.conversations import read_answers
+from slipstream.data.dialog import Answer
 from slipstream.data.files import Stage, read_json
-from slipstream.data.regenerate import ANSWERS_FILE, read_answers
 from slipstream.data.target.resolve import Target, resolve_target
 from tests.tiny import make_tiny_target
 

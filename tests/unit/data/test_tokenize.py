@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rich.console import Console
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -30,7 +29,6 @@ from slipstream.data.tokenize import (
     write_rows,
 )
 from slipstream.data.types import GeneratedConversation, GeneratedTurn, Message, TokenizedSample
-from slipstream.scripts.show_mask import show
 
 MARKERS = ["<|e|>", "<|user|>", "<|assistant|>", "<|system|>"]
 CHARACTERS = [*MARKERS, *string.printable, "\ufffd"]
@@ -339,17 +337,3 @@ def test_stop_tokens_come_from_every_declaration(tmp_path: Path) -> None:
     assert stop_token_ids(target) == (0,)
     (target.path / "generation_config.json").write_text('{"eos_token_id": [0, 3]}')
     assert stop_token_ids(target) == (0, 3)
-
-
-def test_show_mask_marks_what_is_supervised(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target")
-    answers = write_answers(tmp_path / "regenerated", many_chats(1))
-    tokenize.run(TokenizeConfig(), target, answers, tmp_path / "tokens", 0.0)
-    console = Console(record=True, width=200, force_terminal=True, file=(tmp_path / "out").open("w"))
-    show(target, tmp_path / "tokens", "p000-1", console)
-    show(target, tmp_path / "tokens", "0", console)
-    shown = console.export_text()
-    assert "row p000-1: 30 tokens, 15 supervised" in shown
-    assert "<|e|>\\n\n<|assistant|>Answer 1" in shown
-    with pytest.raises(ValueError, match="row=7: no such row"):
-        show(target, tmp_path / "tokens", "7", console)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from slipstream.data import regenerate
+from slipstream.data.answers import ANSWERS_FILE
 from slipstream.data.backends.workers import OnStep, num_workers, ordered
 from slipstream.data.config import RegenerateConfig, SampleConfig, TargetConfig
 from slipstream.data.files import Stage
-from slipstream.data.regenerate import ANSWERS_FILE
 from slipstream.data.target.resolve import Target, resolve_target
 from tests.tiny import make_tiny_target
 
