@@ -129,7 +129,7 @@ def card(geometry: DraftGeometry, *, target_name: str, recipe: Recipe) -> str:
     kind = {"eagle1": "EAGLE-1", "medusa": "Medusa"}.get(recipe.drafter.kind, "EAGLE-3")
     if geometry.norm_output and geometry.fc_norm:
         kind = "EAGLE-3.1"
-    loss = recipe.train.loss.kind.value
+    loss, k = recipe.train.loss.kind.value, served_depth(geometry, recipe)
     return f"""---
 base_model: {target_name}
 library_name: transformers
@@ -149,11 +149,16 @@ greedy answers stay the same, token for token.
 | training | {recipe.train.epochs} epochs, K={recipe.train.unroll.num_steps}, loss {loss} |
 
 Replace `PATH_OR_ID` by this folder or its hub id.
-{"".join(_how_to_serve(engine, target_name, recipe) for engine in recipe.export.engines)}"""
+{"".join(_how_to_serve(engine, target_name, recipe, k) for engine in recipe.export.engines)}"""
 
 
-def _how_to_serve(engine: Engine, target_name: str, recipe: Recipe) -> str:
+def served_depth(geometry: DraftGeometry, recipe: Recipe) -> int:
+    """Positions an engine drafts: of Medusa no more than it has heads, or vLLM makes up further ones."""
     k = recipe.eval.num_draft_tokens
+    return min(k, geometry.num_heads) if recipe.drafter.kind == "medusa" else k
+
+
+def _how_to_serve(engine: Engine, target_name: str, recipe: Recipe, k: int) -> str:
     if engine is Engine.sglang:
         return f"""
 ## SGLang

@@ -5,6 +5,7 @@ and its own recipe, the recorded prompts also go through the built-in decoder an
 and the first stage that differs is named.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ from rich.table import Table
 
 from slipstream.drafters.config import Engine
 from slipstream.recipes.schema import Recipe
+from slipstream.scripts.bundle import METHODS, served_depth
 from slipstream.scripts.cli import BAD, command, fail
 from slipstream.scripts.stages import RECIPE, Run
 
 if TYPE_CHECKING:
+    from slipstream.eval.drafters.registry import Contender
     from slipstream.eval.engines.replay import Finding
 
 REPLAY = "--replay"
@@ -33,32 +36,34 @@ def doctor(recipe: Recipe) -> None:
         ValueError: the bundle is broken, or an engine differs; the message names the first stage.
     """
     from slipstream.drafters.emulated_loaders import load_as
-    from slipstream.eval.drafters.eagle import load_eagle
+    from slipstream.eval.drafters.registry import make_contender
 
     run, console = Run(recipe), Console()
     folder = run.path("export")
-    for engine in recipe.export.engines:
-        load_as(engine, folder)
-        console.print(f"{engine.value}: reads the bundle as it was trained")
-    load_eagle(run.target, folder)
+    if recipe.drafter.kind == "eagle3":
+        for engine in recipe.export.engines:
+            load_as(engine, folder)
+            console.print(f"{engine.value}: reads the bundle as it was trained")
+    contender = make_contender("head", target=run.target, export=folder, config=recipe.eval)
     if not recipe.replay:
         return
-    if different := _replay(run, console):
+    if different := _replay(run, contender, console):
         raise ValueError("; ".join(different))
     console.print("equal")
 
 
-def _replay(run: Run, console: Console) -> list[str]:
+def _replay(run: Run, contender: "Contender", console: Console) -> list[str]:
     """Prints the comparison of every engine; returns the first difference of each."""
     from slipstream.data.template import stop_token_ids
-    from slipstream.eval.drafters.eagle import load_eagle
     from slipstream.eval.engines.environment import engine_python, run_jobs
     from slipstream.eval.engines.job import STATES
     from slipstream.eval.engines.replay import compare, decode
 
     recipe, folder = run.recipe, run.path("export")
-    model, drafter = run.target.model(), load_eagle(run.target, folder)
-    ours = decode(run.target, model, drafter, recipe.eval, run.held_out)
+    model = run.target.model()
+    num_drafts = served_depth(run.geometry, recipe)
+    config = dataclasses.replace(recipe.eval, num_draft_tokens=num_drafts)
+    ours = decode(run.target, model, contender.drafter, config, run.held_out)
     pythons = {Engine.vllm: recipe.engines.vllm_python, Engine.sglang: recipe.engines.sglang_python}
     different = []
     for engine in recipe.export.engines:
@@ -67,8 +72,9 @@ def _replay(run: Run, console: Console) -> list[str]:
             run.folder / "doctor" / name,
             target=str(run.target.path.resolve()),
             draft=str(folder.resolve()),
-            config=recipe.eval,
+            config=config,
             stop_ids=stop_token_ids(run.target),
+            method=METHODS[recipe.drafter.kind],
         )
         python = engine_python(name, pythons[engine])
         (result,) = run_jobs(name, python, [job], timeout=TIMEOUT)
