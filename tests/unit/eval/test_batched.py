@@ -88,7 +88,7 @@ def test_ragged_batches_equal_single_sequences(
 
 @pytest.mark.parametrize("head", [True], indirect=True)
 def test_sampled_batches_have_the_target_distribution(model: PreTrainedModel, head: Eagle3Head) -> None:
-    """A ragged batch with drafts against one without, and a rule that must find what is not lossless."""
+    """A ragged batch with drafts against one without; a colder one must be told apart."""
     sampling = Sampling(temperature=0.7, top_k=4)
     drafter = BatchedHead(head, embedding(model), torch.arange(model.config.vocab_size))
 
@@ -104,7 +104,7 @@ def test_sampled_batches_have_the_target_distribution(model: PreTrainedModel, he
         )
         return decoder.serve([PROMPTS[1]] * NUM_SAMPLES, torch.Generator().manual_seed(seed))
 
-    plain, drafted, other = sample(0, 1), sample(2, 2), sample(2, 3, 1.4)
+    plain, drafted, other = sample(0, 1), sample(2, 2), sample(2, 3, 0.05)
     assert 0.1 < (drafted.acceptance_length - 1) < 1.9
 
     def looks(served: Served) -> list[bool]:
