@@ -62,6 +62,12 @@ class Conversation:
         return {"id": self.id, "messages": messages, "category": self.category, **tools}
 
 
+def first_turn(conversation: Conversation) -> tuple[Message, ...]:
+    """The messages up to the first one of the user: a system message may stand before it."""
+    roles = [message.role for message in conversation.messages]
+    return conversation.messages[: roles.index("user") + 1]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratedTurn:
     """One assistant answer exactly as the target sampled it.

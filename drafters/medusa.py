@@ -2,7 +2,8 @@
 
 Head k is a stack of residual blocks x + SiLU(W x) over the target's last state behind its final norm;
 one lm_head, which starts as the target's rows of the draft vocabulary, reads them all. In vLLM's form
-that is `original_lm_head`, with `token_map` naming the draft vocabulary.
+that is `original_lm_head`. vLLM has a `token_map` for a smaller draft vocabulary, but its loader (0.32)
+then misses that tensor in its own bookkeeping and stops; so the bundle has a row for every token.
 
 Shapes: R rows (any leading axes), D hidden size, V target vocabulary, W draft vocabulary.
 """
@@ -76,7 +77,7 @@ def medusa_config(geometry: DraftGeometry, *, dtype: torch.dtype) -> dict[str, A
         "model_type": "medusa",
         "hidden_size": geometry.hidden_size,
         "vocab_size": geometry.vocab_size,
-        "truncated_vocab_size": geometry.draft_vocab_size,
+        "truncated_vocab_size": geometry.vocab_size,
         "num_heads": geometry.num_heads,
         "num_hidden_layers": geometry.num_layers,
         "original_lm_head": True,
@@ -86,9 +87,16 @@ def medusa_config(geometry: DraftGeometry, *, dtype: torch.dtype) -> dict[str, A
 
 
 def medusa_tensors(tensors: dict[str, Tensor], target_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The heads' tensors under the names that vLLM reads; no map when the vocabularies are equal."""
+    """The heads' tensors under the names that vLLM reads; no map when the vocabularies are equal.
+
+    A token outside the draft vocabulary gets the mean of the rows within: its logit is the mean of
+    theirs and never the largest, so vLLM drafts what the head drafts. The map is for our own reader.
+    """
     served = {SERVED_LM_HEAD if name == LM_HEAD else name: tensor for name, tensor in tensors.items()}
     if len(target_ids_W) < vocab_size:
+        rows_WD = served[SERVED_LM_HEAD]
+        mean_D = rows_WD.float().mean(0).to(rows_WD.dtype)
+        served[SERVED_LM_HEAD] = mean_D.repeat(vocab_size, 1).index_copy(0, target_ids_W, rows_WD)
         served[TOKEN_MAP] = target_ids_W.to(torch.int64)
     return served
 
@@ -107,7 +115,8 @@ def read_medusa(folder: Path) -> ServedMedusa:
     Raises:
         ValueError: a file, key or tensor is missing or wrong.
     """
-    config = read_config(folder)
+    config, tensors = read_config(folder), read_tensors(folder)
+    target_ids_W = tensors.pop(TOKEN_MAP, None)
     try:
         geometry = DraftGeometry(
             hidden_size=config["hidden_size"],
@@ -117,7 +126,7 @@ def read_medusa(folder: Path) -> ServedMedusa:
             num_key_value_heads=0,
             head_dim=0,
             vocab_size=config["vocab_size"],
-            draft_vocab_size=config["truncated_vocab_size"],
+            draft_vocab_size=config["vocab_size"] if target_ids_W is None else len(target_ids_W),
             aux_layers=tuple(config["eagle_aux_hidden_state_layer_ids"]),
             rms_norm_eps=0.0,
             max_position_embeddings=0,
@@ -131,14 +140,11 @@ def read_medusa(folder: Path) -> ServedMedusa:
         )
     except KeyError as error:
         raise ValueError(f"{folder / CONFIG}: key {error} is missing: export the heads again") from None
-    tensors = read_tensors(folder)
-    target_ids_W = tensors.pop(TOKEN_MAP, torch.arange(geometry.vocab_size))
-    if len(target_ids_W) != geometry.draft_vocab_size:
-        raise ValueError(
-            f"{folder / WEIGHTS}: {TOKEN_MAP} names {len(target_ids_W)} tokens, and truncated_vocab_size is "
-            f"{geometry.draft_vocab_size}: export the heads again"
-        )
     heads = MedusaHeads(geometry)
     named = {LM_HEAD if name == SERVED_LM_HEAD else name: tensor for name, tensor in tensors.items()}
+    if target_ids_W is None:
+        target_ids_W = torch.arange(geometry.vocab_size)
+    elif len(named.get(LM_HEAD, ())) == geometry.vocab_size:
+        named[LM_HEAD] = named[LM_HEAD][target_ids_W]
     load_exactly(heads, named, folder / WEIGHTS)
     return ServedMedusa(heads=heads.eval(), target_ids_W=target_ids_W)

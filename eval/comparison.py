@@ -12,7 +12,6 @@ from typing import Any
 from slipstream.data.files import Stage, append_jsonl, file_hash, read_jsonl, value_hash, write_json
 from slipstream.data.progress import Meter
 from slipstream.data.target.resolve import Target
-from slipstream.data.template import RefusedError, render_prompt
 from slipstream.data.types import Conversation
 from slipstream.drafters.checkpoint_format import CONFIG, WEIGHTS
 from slipstream.eval.acceptance import AcceptanceReport, PromptResult, acceptance_length, summarise
@@ -20,6 +19,7 @@ from slipstream.eval.breakdown import Breakdown, break_down
 from slipstream.eval.config import EvalConfig, as_list
 from slipstream.eval.drafters.registry import BASELINE, Contender, make_contender, parse
 from slipstream.eval.player import NEAR_TIE_STEPS, PlayedPrompt, Player, parse_played
+from slipstream.eval.room import check_room
 
 ROUNDS, REPORT = "rounds.jsonl", "acceptance.json"
 
@@ -91,32 +91,6 @@ def measure(
 def measured_entries(config: EvalConfig) -> list[str]:
     """The entries of eval.drafter beside plain decoding, which is measured always."""
     return [entry for entry in as_list(config.drafter) if entry != BASELINE] or ["prompt_lookup"]
-
-
-def check_room(target: Target, conversations: Sequence[Conversation], max_new_tokens: int) -> None:
-    """Holds every chat with its answers against the target's positions.
-
-    Raises:
-        ValueError: one does not fit, or the chat template refuses it.
-    """
-    tokenizer, room = target.tokenizer(), target.config.max_position_embeddings
-    for conversation in conversations:
-        roles = [message.role for message in conversation.messages]
-        first, num_turns = roles.index("user") + 1, roles.count("user")
-        try:
-            needed = len(render_prompt(tokenizer, conversation.messages[:first])) + num_turns * max_new_tokens
-        except RefusedError as refused:
-            raise ValueError(
-                f"eval.prompts: the target's template refuses {conversation.id} ({refused}): leave it out"
-            ) from None
-        later = conversation.messages[first:]
-        needed += sum(len(tokenizer(message.content, verbose=False)["input_ids"]) for message in later)
-        if needed > room:
-            raise ValueError(
-                f"eval.prompts: {conversation.id} with {num_turns} answers of eval.max_new_tokens="
-                f"{max_new_tokens} takes {needed} tokens, and target.name={target.name} has {room} "
-                f"positions: lower eval.max_new_tokens, or leave the prompt out"
-            )
 
 
 def compare(

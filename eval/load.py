@@ -4,11 +4,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 
 from slipstream.data.progress import Meter
-from slipstream.eval.batched import BatchedDecoder, BatchedHead, Served
+from slipstream.eval.batched import GREEDY, BatchedDecoder, BatchedHead, Served
 from slipstream.eval.guard import SpeculationGuard
+from slipstream.eval.verify import Sampling
 
 REQUESTS_PER_ROW = 2
 ALWAYS = SpeculationGuard(off_above=1 << 30, on_at=1 << 30)
@@ -49,9 +51,10 @@ def measure_load(
     num_draft_tokens: int,
     max_new_tokens: int,
     stop_ids: Sequence[int] = (),
+    sampling: Sampling = GREEDY,
 ) -> list[LoadPoint]:
     """Serves batches of every size, with twice as many requests, so that a free row is filled again."""
-    points = []
+    points, generator = [], torch.Generator(model.device).manual_seed(0)
     with Meter("load", 2 * len(batch_sizes), unit="batch") as meter:
         for size in batch_sizes:
             chosen = [prompts[i % len(prompts)] for i in range(REQUESTS_PER_ROW * size)]
@@ -65,8 +68,9 @@ def measure_load(
                     max_new_tokens=max_new_tokens,
                     guard=ALWAYS,
                     stop_ids=stop_ids,
+                    sampling=sampling,
                 )
-                results.append(decoder.serve(chosen))
+                results.append(decoder.serve(chosen, generator))
                 meter.advance(1)
             points.append(_point(size, *results))
     return points

@@ -17,7 +17,7 @@ import torch
 from slipstream.data.progress import Meter
 from slipstream.data.target.resolve import Target
 from slipstream.data.template import render_prompt, stop_token_ids
-from slipstream.data.types import Conversation
+from slipstream.data.types import Conversation, first_turn
 from slipstream.eval.decoder import SpeculativeDecoder
 from slipstream.eval.drafters.registry import Contender
 from slipstream.eval.verify import Sampling
@@ -92,7 +92,7 @@ def prove(
                 meter.advance(1)
             return answers, accepted
 
-        rendered = {prompt.id: render_prompt(tokenizer, prompt.messages[:1]) for prompt in prompts}
+        rendered = {prompt.id: render_prompt(tokenizer, first_turn(prompt)) for prompt in prompts}
         reference = {name: sample(plain, ids)[0] for name, ids in rendered.items()}
         for contender in contenders:
             decoder = SpeculativeDecoder(

@@ -22,14 +22,19 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         print_report(comparison.first, console)
     else:
         console.print(_side_by_side(comparison))
-    suites = next(iter(comparison.breakdowns.values())).by_suite
-    if len(suites) > 1:
-        table = Table(
-            "suite", *map(short_name, comparison.breakdowns), title="tau by suite, with its 95 % interval"
-        )
-        for suite in suites:
-            table.add_row(suite, *(_interval(b.by_suite[suite]) for b in comparison.breakdowns.values()))
-        console.print(table)
+    breakdowns = comparison.breakdowns
+    for cut, taus in {
+        "suite": {name: b.by_suite for name, b in breakdowns.items()},
+        "category": {name: b.by_category for name, b in breakdowns.items()},
+    }.items():
+        labels = next(iter(taus.values()))
+        if len(labels) > 1:
+            title = f"tau by {cut}, with its 95 % interval"
+            table = Table(cut, "prompts", *map(short_name, taus), title=title)
+            for label, first in labels.items():
+                shown = (_interval(by_label[label]) for by_label in taus.values())
+                table.add_row(label, str(first.prompts), *shown)
+            console.print(table)
 
 
 def _side_by_side(comparison: Comparison) -> Table:
@@ -57,7 +62,7 @@ def _interval(tau: Tau) -> str:
 
 
 def print_report(report: AcceptanceReport, console: Console) -> None:
-    """Prints the numbers as a whole, for each draft position and for each category."""
+    """Prints the numbers as a whole and for each draft position."""
     overview = {
         "acceptance length (tau, own token included)": f"{report.acceptance_length:.3f}",
         "accepted per round": f"{report.accepted_per_round:.3f}",
@@ -79,12 +84,6 @@ def print_report(report: AcceptanceReport, console: Console) -> None:
     table.add_row("of all rounds", *(f"{rate:.3f}" for rate in report.unconditional_K))
     table.add_row("of rounds that came so far", *(f"{rate:.3f}" for rate in report.conditional_K))
     console.print(table)
-
-    if any(report.acceptance_length_by_category):
-        table = Table("category", "tau", title="Acceptance length by category")
-        for name, length in sorted(report.acceptance_length_by_category.items(), key=lambda pair: -pair[1]):
-            table.add_row(name or "(none)", f"{length:.3f}")
-        console.print(table)
 
 
 def _lossless(report: AcceptanceReport) -> str:

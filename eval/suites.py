@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.data.config import PromptsConfig
-from slipstream.data.conversations import content_id, load_prompts
+from slipstream.data.conversations import ROLES, content_id, load_prompts
 from slipstream.data.progress import say
 from slipstream.data.types import Conversation, Message
 from slipstream.eval.config import EvalConfig, as_list
@@ -22,7 +22,7 @@ MAX_NAMED = 5
 """Broken lines that are named; all are counted."""
 
 Read = Callable[[Mapping[str, Any]], tuple[Sequence[Any], Any]]
-"""A row to the texts of the user's turns, and the category."""
+"""A row to the texts of the user's turns, or whole messages, and the category."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ def _turns(row: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
 
 
 def _mt_bench(row: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
-    return (row["turns"] if "turns" in row else row["prompt"]), row.get("category")
+    return (row["prompt"] if "prompt" in row else row["turns"]), row.get("category")
 
 
 def _human_eval(row: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
@@ -57,12 +57,14 @@ def _alpaca(row: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
 
 
 def _messages(row: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
-    turns = row.get("messages") or row["conversations"]
-    users = [t.get("content", t.get("value")) for t in turns if t.get("role", t.get("from")) in USERS]
-    return users, row.get("category")
+    turns = row["conversations"] if "conversations" in row else row["messages"]
+    chat = [(ROLES.get(t.get("role", t.get("from"))), t.get("content", t.get("value"))) for t in turns]
+    kept = [Message(role=role, content=text) for role, text in chat if role in PLAYED]
+    return kept, row.get("category")
 
 
-USERS = ("user", "human")
+PLAYED = ("system", "user")
+"""Roles of the messages that are not the target's to write."""
 SUITES: dict[str, Suite] = {
     "mt_bench": Suite(read=_mt_bench, hub=("HuggingFaceH4/mt_bench_prompts", "default", "train")),
     "humaneval": Suite(read=_human_eval, hub=("openai/openai_humaneval", "openai_humaneval", "test")),
@@ -103,7 +105,11 @@ def load_suites(config: EvalConfig) -> dict[str, list[Conversation]]:
     if paths and len(paths) != len(names):
         raise ValueError(f"eval.path names {len(paths)} files for {len(names)} suites: give one for each")
     paths = paths or [""] * len(names)
-    return {name: _load(name, path, config.limit) for name, path in zip(names, paths, strict=True)}
+    labels = [n if names.count(n) == 1 else f"{n}:{Path(p).stem}" for n, p in zip(names, paths, strict=True)]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"eval.suite={','.join(names)} names a file twice: give each another name")
+    suites = zip(labels, names, paths, strict=True)
+    return {label: _load(name, path, config.limit) for label, name, path in suites}
 
 
 def _load(name: str, path: str, limit: int) -> list[Conversation]:
@@ -113,7 +119,7 @@ def _load(name: str, path: str, limit: int) -> list[Conversation]:
         num_rows += 1
         try:
             prompt = _prompt(suite, row)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             broken.append(f"{where} ({reason})")
             continue
@@ -137,9 +143,11 @@ def _prompt(suite: Suite, row: Any) -> Conversation:
     texts, category = (_turns if "turns" in row else suite.read)(row)
     if isinstance(texts, str) or not texts:
         raise ValueError("no user turn")
-    if not all(isinstance(text, str) and text.strip() for text in texts):
+    messages = tuple(t if isinstance(t, Message) else Message(role="user", content=t) for t in texts)
+    if not all(isinstance(message.content, str) and message.content.strip() for message in messages):
         raise ValueError("a turn is not text")
-    messages = tuple(Message(role="user", content=text) for text in texts)
+    if messages[-1].role != "user":
+        raise ValueError("no user turn")
     return Conversation(id=content_id(messages), messages=messages, category=str(category or ""))
 
 
@@ -177,11 +185,11 @@ def _json_rows(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _hub_rows(name: str, path: str) -> Iterator[tuple[str, Any]]:
-    import datasets  # takes seconds to import and most suites are files
-
     known = SUITES[name].hub
     if known is None and not path:
         raise ValueError(f"eval.suite={name} has no hub id that is known: name a file, eval.path=FILE")
+    import datasets  # takes seconds to import and most suites are files
+
     hub_id, config, split = known or (path, "default", "test")
     try:
         rows = datasets.load_dataset(path or hub_id, config, split=split)

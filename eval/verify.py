@@ -1,11 +1,12 @@
 """How tokens are chosen and drafted chains accepted, as pure functions (ALGORITHMS.md section 4).
 
-Shape suffixes: K drafted token, N = K + 1 verified position, V target vocabulary.
+Shape suffixes: B sequence, K drafted token, N = K + 1 verified position, V target vocabulary.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -76,26 +77,42 @@ def accept_greedy(draft_ids_K: Tensor, target_ids_N: Tensor) -> tuple[int, int]:
 def accept_sampled(
     draft_ids_K: Tensor, draft_probs_KV: Tensor, target_probs_NV: Tensor, generator: torch.Generator | None
 ) -> tuple[int, int]:
+    """Speculative sampling of one sequence: how many drafts are accepted, and the sampled token after them.
+
+    See `accept_sampled_rows`.
+    """
+    accepted_1, next_1 = accept_sampled_rows(
+        draft_ids_K[None], draft_probs_KV[None], target_probs_NV[None], generator
+    )
+    accepted, next_token = torch.cat([accepted_1, next_1]).tolist()
+    return accepted, next_token
+
+
+def accept_sampled_rows(
+    draft_ids_BK: Tensor,
+    draft_probs_BKV: Tensor,
+    target_probs_BNV: Tensor,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
     """Speculative sampling: the tokens are distributed exactly as the target's.
 
-    Draft x, sampled from q (`draft_probs_KV`), is accepted with probability min(1, p(x)/q(x)). The first
+    Draft x, sampled from q (`draft_probs_BKV`), is accepted with probability min(1, p(x)/q(x)). The first
     rejected one is replaced by a sample of normalise(max(p - q, 0)); after K acceptances the bonus token
     is a sample of p. `generator` is on the device of the tensors.
 
     Returns:
-        The number of accepted drafts, and the sampled token after them.
+        The number of accepted drafts [B], and the sampled token after them [B].
     """
-    num_drafts = draft_ids_K.numel()
-    index_K1 = draft_ids_K[:, None]
-    target_K = target_probs_NV[:num_drafts].gather(1, index_K1)[:, 0]
-    draft_K = draft_probs_KV.gather(1, index_K1)[:, 0]
-    uniform_K = torch.rand(num_drafts, generator=generator, device=draft_ids_K.device)
+    index_BK1 = draft_ids_BK[..., None]
+    target_BK = target_probs_BNV[:, :-1].gather(2, index_BK1)[..., 0]
+    draft_BK = draft_probs_BKV.gather(2, index_BK1)[..., 0]
+    uniform_BK = torch.rand(draft_ids_BK.shape, generator=generator, device=draft_ids_BK.device)
     # u < p/q without the division; strict, so that p = 0 is never accepted even at u = 0.
-    accepted_K = uniform_K * draft_K < target_K
-    num_accepted = int(accepted_K.long().cumprod(0).sum())
-    probs_V = target_probs_NV[num_accepted]
-    if num_accepted < num_drafts:
-        residual_V = (probs_V - draft_probs_KV[num_accepted]).clamp(min=0.0)
-        # All zero only where p and q differ by rounding: then p itself is right.
-        probs_V = torch.where(residual_V.sum() > 0, residual_V, probs_V)
-    return num_accepted, int(torch.multinomial(probs_V, 1, generator=generator))
+    accepted_B = (uniform_BK * draft_BK < target_BK).long().cumprod(1).sum(1)
+    row_B = torch.arange(len(accepted_B), device=accepted_B.device)
+    probs_BV = target_probs_BNV[row_B, accepted_B]
+    # Behind the last draft nothing was drafted, so nothing is taken off.
+    residual_BV = (probs_BV - F.pad(draft_probs_BKV, (0, 0, 0, 1))[row_B, accepted_B]).clamp(min=0.0)
+    # All zero only where p and q differ by rounding: then p itself is right.
+    left_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, probs_BV)
+    return accepted_B, torch.multinomial(left_BV, 1, generator=generator)[:, 0]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.data.files import is_complete, read_json, read_manifest, write_text
-from slipstream.drafters.config import Engine, Form
+from slipstream.drafters.config import DraftGeometry, Engine, Form
 from slipstream.recipes.schema import Recipe
 from slipstream.scripts.replay import checked_engines
 
@@ -81,7 +81,7 @@ greedy answers stay the same, token for token.
 {rows}
 
 {_acceptance(measured)}
-{_commands(recipe, target)}"""
+{_commands(recipe, target, served_depth(geometry, recipe))}"""
 
 
 def _training(run: "Run") -> dict[str, str]:
@@ -138,10 +138,16 @@ def _acceptance(measured: Measured | None) -> str:
     return "\n".join(lines)
 
 
-def _commands(recipe: Recipe, target: str) -> str:
+def served_depth(geometry: DraftGeometry, recipe: Recipe) -> int:
+    """Positions an engine drafts: of Medusa no more than it has heads, or vLLM makes up further ones."""
+    k = recipe.eval.num_draft_tokens
+    return min(k, geometry.num_heads) if recipe.drafter.kind == "medusa" else k
+
+
+def _commands(recipe: Recipe, target: str, k: int) -> str:
     name = recipe.push or "PATH_OR_ID"
     told = "" if recipe.push else "Replace `PATH_OR_ID` by this folder or its hub id.\n"
-    parts = [_how_to_serve(engine, target, name, recipe) for engine in recipe.export.engines]
+    parts = [_how_to_serve(engine, target, name, recipe, k) for engine in recipe.export.engines]
     again = f"""
 ## Measure it again
 
@@ -153,8 +159,7 @@ python scripts/evaluate.py recipe={recipe.name} run_dir=runs/pulled
     return told + "".join(parts) + (again if recipe.push else "")
 
 
-def _how_to_serve(engine: Engine, target: str, name: str, recipe: Recipe) -> str:
-    k = recipe.eval.num_draft_tokens
+def _how_to_serve(engine: Engine, target: str, name: str, recipe: Recipe, k: int) -> str:
     if engine is Engine.sglang:
         return f"""
 ## SGLang

@@ -94,6 +94,7 @@ def prove_lossless(run: Run, folder: Path, console: Console, extra: dict[str, st
 def measure_drifts(run: Run, comparison: "Comparison", folder: Path) -> str:
     """Measures every EAGLE-3 head on the answers that were decoded; the section of the page."""
     from slipstream.data.template import render_prompt
+    from slipstream.data.types import first_turn
     from slipstream.eval.drafters.eagle import EagleDrafter
     from slipstream.eval.drafters.registry import BASELINE, short_name
     from slipstream.eval.drift import drift_section, measure_drift
@@ -101,7 +102,7 @@ def measure_drifts(run: Run, comparison: "Comparison", folder: Path) -> str:
     model, tokenizer = run.target.model(), run.target.tokenizer()
     prompts = {prompt.id: prompt for prompt in run.held_out}
     texts = [
-        (render_prompt(tokenizer, prompts[p.id].messages[:1]), p.answers[BASELINE][0].token_ids)
+        (render_prompt(tokenizer, first_turn(prompts[p.id])), p.answers[BASELINE][0].token_ids)
         for p in comparison.played[:NUM_DRIFT_PROMPTS]
     ]
     drifts = {

@@ -39,16 +39,18 @@ def load_points(run: Run) -> "list[LoadPoint]":
 
     from slipstream.data.target.weights import read_target_head
     from slipstream.data.template import render_prompt, stop_token_ids
+    from slipstream.data.types import first_turn
     from slipstream.drafters.checkpoint_format import load_head
     from slipstream.eval.batched import BatchedHead
     from slipstream.eval.load import measure_load
+    from slipstream.eval.verify import Sampling
 
     run.require("export")
     config, target, served = run.recipe.eval, run.target, load_head(run.path("export"))
     embedding_VD = read_target_head(target).embedding_VD.to(target.device, target.dtype)
     target_ids_W = (torch.arange(served.head.geometry.draft_vocab_size) + served.d2t_W).to(target.device)
     head = BatchedHead(served.head.to(target.device, target.dtype), embedding_VD, target_ids_W)
-    prompts = [render_prompt(target.tokenizer(), prompt.messages[:1]) for prompt in run.held_out]
+    prompts = [render_prompt(target.tokenizer(), first_turn(prompt)) for prompt in run.held_out]
     return measure_load(
         target.model(),
         head,
@@ -57,6 +59,7 @@ def load_points(run: Run) -> "list[LoadPoint]":
         num_draft_tokens=config.num_draft_tokens,
         max_new_tokens=config.max_new_tokens,
         stop_ids=stop_token_ids(target),
+        sampling=Sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k),
     )
 
 

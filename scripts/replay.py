@@ -1,5 +1,6 @@
 """Held-out prompts through the built-in decoder and real engines; what was found is kept for the card."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -8,6 +9,7 @@ from rich.table import Table
 from slipstream.data.files import file_hash, read_json, write_json
 from slipstream.drafters.checkpoint_format import WEIGHTS
 from slipstream.drafters.config import Engine
+from slipstream.scripts.card import METHODS, served_depth
 
 if TYPE_CHECKING:
     from slipstream.eval.engines.replay import Finding
@@ -21,14 +23,16 @@ TIMEOUT = 3600.0
 def replay(run: "Run", console: Console) -> list[str]:
     """Prints the comparison of every engine; returns the first difference of each."""
     from slipstream.data.template import stop_token_ids
-    from slipstream.eval.drafters.eagle import load_eagle
+    from slipstream.eval.drafters.registry import make_contender
     from slipstream.eval.engines.environment import engine_python, run_jobs
     from slipstream.eval.engines.job import STATES
     from slipstream.eval.engines.replay import compare, decode
 
     recipe, folder = run.recipe, run.path("export")
-    model, drafter = run.target.model(), load_eagle(run.target, folder)
-    ours = decode(run.target, model, drafter, recipe.eval, run.held_out)
+    model = run.target.model()
+    contender = make_contender("head", target=run.target, export=folder, config=recipe.eval)
+    config = dataclasses.replace(recipe.eval, num_draft_tokens=served_depth(run.geometry, recipe))
+    ours = decode(run.target, model, contender.drafter, config, run.held_out)
     pythons = {Engine.vllm: recipe.engines.vllm_python, Engine.sglang: recipe.engines.sglang_python}
     different, versions = [], {}
     for engine in recipe.export.engines:
@@ -37,8 +41,9 @@ def replay(run: "Run", console: Console) -> list[str]:
             run.folder / "doctor" / name,
             target=str(run.target.path.resolve()),
             draft=str(folder.resolve()),
-            config=recipe.eval,
+            config=config,
             stop_ids=stop_token_ids(run.target),
+            method=METHODS[recipe.drafter.kind],
         )
         python = engine_python(name, pythons[engine])
         (result,) = run_jobs(name, python, [job], timeout=TIMEOUT)

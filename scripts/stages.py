@@ -157,7 +157,7 @@ class Run:
 
     def check(self) -> None:
         """Raises ValueError for what the last stages would find, before hours go into the first."""
-        from slipstream.eval.comparison import check_room
+        from slipstream.eval.room import check_room
 
         self.check_head()
         check_room(self.target, self.held_out, self.recipe.eval.max_new_tokens)
@@ -339,10 +339,17 @@ class Run:
     def suites(self) -> "dict[str, list[Conversation]]":
         """The chats that are measured on, by suite."""
         from slipstream.eval.robustness import with_variants
+        from slipstream.eval.room import without_unfit
         from slipstream.eval.suites import load_suites
 
-        suites = load_suites(self.recipe.eval)
-        if self.recipe.eval.robustness:
+        config = self.recipe.eval
+        suites = load_suites(config)
+        if config.suite:
+            suites = {
+                name: without_unfit(self.target, name, prompts, config.max_new_tokens)
+                for name, prompts in suites.items()
+            }
+        if config.robustness:
             suites = with_variants(suites, self.target.config.max_position_embeddings)
         return suites
 

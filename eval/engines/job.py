@@ -31,6 +31,8 @@ class EngineJob:
     num_draft_tokens: int
     max_new_tokens: int
     stop_ids: Sequence[int]
+    method: str = "eagle3"
+    """vLLM's name of the way to draft."""
     num_traced: int = 0
     """Of so many prompts the captured states and the output of fc are kept."""
 

@@ -22,7 +22,7 @@ from slipstream.data.types import Conversation, Message
 from slipstream.eval.config import EvalConfig
 from slipstream.eval.decoder import SpeculativeDecoder
 from slipstream.eval.drafters.eagle import EagleDrafter
-from slipstream.eval.drafting import Draft
+from slipstream.eval.drafting import Draft, Drafter
 from slipstream.eval.engines.job import STATES, EngineAnswer, EngineJob, EngineResult
 from slipstream.eval.verify import Sampling
 
@@ -47,9 +47,16 @@ class Replay:
     """As `STATES` of an engine."""
 
     def job(
-        self, out: Path, *, target: str, draft: str, config: EvalConfig, stop_ids: Sequence[int]
+        self,
+        out: Path,
+        *,
+        target: str,
+        draft: str,
+        config: EvalConfig,
+        stop_ids: Sequence[int],
+        method: str = "eagle3",
     ) -> EngineJob:
-        """The same task for an engine."""
+        """The same task for an engine; `method` is vLLM's name of the way to draft."""
         out.mkdir(parents=True, exist_ok=True)
         (out / STATES).unlink(missing_ok=True)  # of an earlier comparison
         return EngineJob(
@@ -61,7 +68,8 @@ class Replay:
             num_draft_tokens=config.num_draft_tokens,
             max_new_tokens=config.max_new_tokens,
             stop_ids=list(stop_ids),
-            num_traced=NUM_TRACED,
+            method=method,
+            num_traced=min(NUM_TRACED, len(self.states) // 2),
         )
 
 
@@ -77,7 +85,7 @@ class Finding:
 class _Recorder:
     """Drafts with a head and keeps what it drafted and from what."""
 
-    def __init__(self, inner: EagleDrafter) -> None:
+    def __init__(self, inner: Drafter) -> None:
         self.aux_layers = inner.aux_layers
         self._inner = inner
         self.drafts: list[list[int]] = []
@@ -102,11 +110,14 @@ class _Recorder:
 def decode(
     target: Target,
     model: PreTrainedModel,
-    drafter: EagleDrafter,
+    drafter: Drafter,
     config: EvalConfig,
     conversations: Sequence[Conversation],
 ) -> Replay:
-    """Decodes every turn greedily; its answer is the history of the next turn."""
+    """Decodes every turn greedily; its answer is the history of the next turn.
+
+    The states of the first prompts are kept if an EAGLE-3 head drafts: others read none that are fused.
+    """
     tokenizer, stop_ids = target.tokenizer(), stop_token_ids(target)
     recorder = _Recorder(drafter)
     k, limit = config.num_draft_tokens, config.max_new_tokens
@@ -129,8 +140,9 @@ def decode(
             answers.append(EngineAnswer(token_ids=token_ids, drafts=recorder.drafts[: len(accepted)]))
             for depth in range(k):
                 accepted_K[depth] += sum(a > depth for a in accepted)
-            if recorder.first_aux is not None and len(states) < 2 * NUM_TRACED:
-                states |= _states(len(states) // 2, drafter, recorder.first_aux)
+            number, first_aux = len(states) // 2, recorder.first_aux
+            if isinstance(drafter, EagleDrafter) and first_aux is not None and number < NUM_TRACED:
+                states |= _states(number, drafter, first_aux)
             text = token_ids[:-1] if token_ids[-1] in stop_ids else token_ids
             content = str(tokenizer.decode(text, skip_special_tokens=False))
             history.append(Message(role="assistant", content=content))

@@ -30,10 +30,11 @@ class _Recorder:
         self._num_traced = num_traced
 
     def attach(self, worker: Any) -> None:
-        """Called inside the engine."""
+        """Called inside the engine; only EAGLE-3 has states to fuse."""
         drafter = worker.model_runner.drafter
         drafter.propose = self._drafting(drafter.propose)
-        drafter.model.combine_hidden_states = self._fusing(drafter.model.combine_hidden_states)
+        if self._num_traced:
+            drafter.model.combine_hidden_states = self._fusing(drafter.model.combine_hidden_states)
 
     def begin(self) -> None:
         """The next prompt follows."""
@@ -68,7 +69,7 @@ def run(job: EngineJob) -> None:
     settings: dict[str, Any] = {"model": job.target or job.draft}
     if job.draft and job.target:
         settings["speculative_config"] = {
-            "method": "eagle3",
+            "method": job.method,
             "model": job.draft,
             "num_speculative_tokens": job.num_draft_tokens,
         }

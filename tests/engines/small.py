@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,27 @@ from slipstream.data.target.toy import toy_chat, toy_prompts
 from slipstream.data.target.weights import read_target_head
 from slipstream.data.template import ChatTemplate, stop_token_ids
 from slipstream.data.types import Conversation, GeneratedConversation, HiddenStateSample, Message
+from slipstream.drafters.checkpoint_format import CONFIG as CONFIG_FILE
+from slipstream.drafters.checkpoint_format import WEIGHTS, write_weights
 from slipstream.drafters.config import DrafterConfig, DraftGeometry, Init, resolve_geometry
-from slipstream.drafters.eagle3 import Eagle3Head
+from slipstream.drafters.eagle1 import eagle1_config
+from slipstream.drafters.medusa import medusa_config, medusa_tensors
+from slipstream.drafters.registry import DRAFTERS
 from slipstream.eval.config import EvalConfig
-from slipstream.eval.drafters.eagle import load_eagle
+from slipstream.eval.drafters.registry import make_contender
 from slipstream.eval.engines.replay import Replay, decode
 from slipstream.train.config import LossConfig, UnrollConfig
+from slipstream.train.rivals import Eagle1Unroller, MedusaUnroller
 from slipstream.train.ttt import FrozenTarget, Unroller, plan_unroll
 from tests.heads import write_export
 
 NUM_DOCUMENTS, NUM_STEPS, DOCUMENTS_PER_STEP = 64, 40, 16
 CONFIG = EvalConfig(num_draft_tokens=3, max_new_tokens=40)
+UNROLLERS: dict[str, Any] = {
+    "eagle3": lambda head, frozen: Unroller(head, frozen, LossConfig()),
+    "eagle1": Eagle1Unroller,
+    "medusa": lambda head, frozen: MedusaUnroller(head, frozen, survival=1.0),
+}
 
 
 class SmallTarget:
@@ -84,11 +95,11 @@ class SmallTarget:
         counts = torch.bincount(ids, minlength=self.target.config.vocab_size)
         return counts.argsort(descending=True, stable=True)[:size].sort().values
 
-    def train(self, geometry: DraftGeometry, *, seed: int = 0) -> tuple[Eagle3Head, torch.Tensor]:
+    def train(self, geometry: DraftGeometry, kind: str, *, seed: int = 0) -> tuple[Any, torch.Tensor]:
         """A head with some skill and with norms far from one, and its draft vocabulary."""
         ids_W = self.draft_vocabulary(geometry.draft_vocab_size)
         frozen = self.frozen(ids_W)
-        head = Eagle3Head(geometry)
+        head: Any = DRAFTERS[kind](geometry)
         head.initialise(Init.target, lm_head_WD=frozen.lm_head_WD, norm_D=frozen.norm_D, seed=seed)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -97,7 +108,7 @@ class SmallTarget:
                     parameter *= 1 + 0.3 * torch.randn(parameter.shape, generator=generator)
         chosen = torch.tensor(geometry.aux_layers) - 1
         documents = [dataclasses.replace(d, aux_TLD=d.aux_TLD[:, chosen]) for d in self.documents]
-        unroller = Unroller(head, frozen, LossConfig())
+        unroller = UNROLLERS[kind](head, frozen)
         optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, betas=(0.9, 0.95))
         unroll = UnrollConfig(num_steps=3)
         for step in range(NUM_STEPS):
@@ -113,11 +124,22 @@ class SmallTarget:
 
     def export(self, folder: Path, **settings: Any) -> Path:
         """Trains a head of these settings and writes its bundle."""
-        engines = settings.pop("engines")
-        head, ids_W = self.train(self.geometry(**settings))
-        return write_export(folder, head, ids_W, engines=engines)
+        engines, kind = settings.pop("engines"), settings.get("kind", "eagle3")
+        head, ids_W = self.train(self.geometry(**settings), kind)
+        if kind == "eagle3":
+            return write_export(folder, head, ids_W, engines=engines)
+        dtype, tensors = torch.float32, head.state_dict()
+        if kind == "eagle1":
+            config = eagle1_config(head.geometry, bos=0, eos=[1, 2], dtype=dtype)
+        else:
+            config = medusa_config(head.geometry, dtype=dtype)
+            tensors = medusa_tensors(tensors, ids_W, head.geometry.vocab_size)
+        folder.mkdir()
+        write_weights(folder / WEIGHTS, tensors)
+        (folder / CONFIG_FILE).write_text(json.dumps(config))
+        return folder
 
     def decode(self, export: Path, conversations: Sequence[Conversation]) -> Replay:
         """What the built-in decoder makes of an export."""
-        drafter = load_eagle(self.target, export)
-        return decode(self.target, self.model, drafter, CONFIG, conversations)
+        made = make_contender("head", target=self.target, export=export, config=CONFIG)
+        return decode(self.target, self.model, made.drafter, CONFIG, conversations)

@@ -17,6 +17,7 @@ from slipstream.drafters.emulated_loaders import load_as
 from slipstream.eval.engines.environment import engine_python, run_jobs
 from slipstream.eval.engines.job import STATES, EngineJob, EngineResult
 from slipstream.eval.engines.replay import Finding, Replay, compare
+from slipstream.scripts.bundle import METHODS
 from tests.engines.small import CONFIG, SmallTarget
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -35,6 +36,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "last state": {"aux_layers": [2, 4, 8], "draft_vocab_size": 200},
     "qwen3": {"qk_norm": True, "draft_vocab_size": 200},
     "qwen3, two layers, 3.1": {"qk_norm": True, "num_layers": 2, **EAGLE31},
+}
+RIVALS: dict[str, dict[str, Any]] = {
+    "eagle-1": {"kind": "eagle1"},
+    "medusa": {"kind": "medusa", "num_heads": 3},
+    "medusa, two layers, map": {"kind": "medusa", "num_heads": 3, "num_layers": 2, "draft_vocab_size": 200},
 }
 VLLM_ONLY = {"norm before residual", "last state", "qwen3", "qwen3, two layers, 3.1"}
 IN_SGLANG = ["eagle3", "whole vocabulary", "norm before fc", "eagle3.1", "two layers, five states, 3.1"]
@@ -70,13 +76,22 @@ def served(small: SmallTarget, tmp_path_factory: pytest.TempPathFactory) -> dict
     return found
 
 
-def job(small: SmallTarget, ours: Replay, out: Path, *, draft: str, target: str | None = None) -> EngineJob:
+def job(
+    small: SmallTarget,
+    ours: Replay,
+    out: Path,
+    *,
+    draft: str,
+    target: str | None = None,
+    method: str = "eagle3",
+) -> EngineJob:
     return ours.job(
         out,
         target=str(small.target.path) if target is None else target,
         draft=draft,
         config=CONFIG,
         stop_ids=stop_token_ids(small.target),
+        method=method,
     )
 
 
@@ -100,8 +115,21 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.fixture(scope="module")
+def rivals(small: SmallTarget, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
+    root, found = tmp_path_factory.mktemp("rivals"), {}
+    for name, settings in RIVALS.items():
+        export = small.export(root / name.replace(" ", "-"), engines=[Engine.vllm], **settings)
+        ours = small.decode(export, small.conversations(NUM_PROMPTS))
+        found[name] = Served(export=export, ours=ours, refused_by_sglang=True)
+    return found
+
+
+@pytest.fixture(scope="module")
 def vllm(
-    small: SmallTarget, served: dict[str, Served], tmp_path_factory: pytest.TempPathFactory
+    small: SmallTarget,
+    served: dict[str, Served],
+    rivals: dict[str, Served],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[dict[str, EngineJob], dict[str, EngineResult]]:
     """All of vLLM's jobs in one process, since its import takes longer than the rest."""
     root, first = tmp_path_factory.mktemp("vllm"), served["eagle3"]
@@ -109,6 +137,9 @@ def vllm(
         name: job(small, item.ours, root / str(i), draft=str(item.export))
         for i, (name, item) in enumerate(served.items())
     }
+    for name, item in rivals.items():
+        method = METHODS[RIVALS[name]["kind"]]
+        jobs[name] = job(small, item.ours, root / name, draft=str(item.export), method=method)
     jobs[PLAIN] = job(small, first.ours, root / "plain", draft="")
     for name, (change, _) in DAMAGE.items():
         folder = damaged(first.export, root / f"{name} export".replace(" ", "-"), change)
@@ -158,12 +189,14 @@ STAGES = [
     "token ids",
     "acceptance",
 ]
+TRACED = {"captured states", "fc output"}
+"""Of EAGLE-3 alone."""
 
 
 def check(small: SmallTarget, item: Served, job: EngineJob, result: EngineResult) -> None:
     """Everything equal, and the head drafts well enough for that to mean something."""
     found = findings(small, item.ours, job, result)
-    assert list(found) == STAGES
+    assert list(found) == [stage for stage in STAGES if stage not in TRACED or item.ours.states]
     assert all(finding.equal for finding in found.values()), found
     assert result.accepted_K == item.ours.result.accepted_K
     assert result.num_rounds == item.ours.result.num_rounds
@@ -176,6 +209,11 @@ def test_vllm_accepts_what_we_accept(name, small, served, vllm):
     check(small, served[name], vllm[0][name], vllm[1][name])
 
 
+@pytest.mark.parametrize("name", RIVALS)
+def test_vllm_accepts_what_we_accept_of_other_heads(name, small, rivals, vllm):
+    check(small, rivals[name], vllm[0][name], vllm[1][name])
+
+
 @pytest.mark.parametrize("name", IN_SGLANG)
 def test_sglang_accepts_what_we_accept(name, small, served, sglang):
     check(small, served[name], sglang[0][name], sglang[1][name])
@@ -186,7 +224,7 @@ def test_greedy_output_is_lossless(engine, request):
     """Against the engine's own decoding without a head."""
     results = request.getfixturevalue(engine)[1]
     plain = [answer.token_ids for answer in results[PLAIN].answers]
-    for name in set(results) & {*VARIANTS, SPECULATORS}:
+    for name in set(results) & {*VARIANTS, *RIVALS, SPECULATORS}:
         assert [answer.token_ids for answer in results[name].answers] == plain, name
 
 

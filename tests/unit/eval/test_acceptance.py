@@ -29,6 +29,7 @@ from slipstream.eval.comparison import measure
 from slipstream.eval.config import EvalConfig
 from slipstream.eval.decoder import Round
 from slipstream.eval.report import print_comparison, print_report
+from slipstream.eval.room import check_room, without_unfit
 from tests.tiny import make_tiny_target
 
 
@@ -85,7 +86,7 @@ def shown(report: AcceptanceReport) -> str:
 
 def test_report_shows_every_number() -> None:
     text = shown(summarise([result("a", [3, 0, 2, 1], identical=False)], num_draft_tokens=3, is_greedy=True))
-    for expected in ("2.500", "50.0%", "0.750", "0.667", "1.50x", "NO: 1 answers differ (a)", "code"):
+    for expected in ("2.500", "50.0%", "0.750", "0.667", "1.50x", "NO: 1 answers differ (a)"):
         assert expected in text
 
 
@@ -171,9 +172,20 @@ def test_refusals(target: Target, tmp_path: Path) -> None:
 def test_chats_that_do_not_fit_are_told_before_the_work(target: Target, tmp_path: Path) -> None:
     bundle, room = export(target, tmp_path / "export"), target.config.max_position_embeddings
     long = dataclasses.replace(CONFIG_16, max_new_tokens=room // 2)
-    comparison.check_room(target, CHATS[:1], long.max_new_tokens)
+    check_room(target, CHATS[:1], long.max_new_tokens)
     with pytest.raises(ValueError, match=f"p2 with 2 answers of eval.max_new_tokens={room // 2}"):
         measure(target, bundle, long, {"x": CHATS}, tmp_path / "evaluation")
+
+
+def test_a_public_suite_goes_on_without_chats_that_do_not_fit(
+    target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = target.config.max_position_embeddings // 2
+    kept = without_unfit(target, "mt_bench", CHATS, half)
+    assert [chat.id for chat in kept] == [chat.id for chat in CHATS if len(chat.messages) == 1]
+    assert f"1 of {len(CHATS)} prompts skipped: p2 with 2 answers" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="eval.suite=mt_bench: no prompt fits: p2 with 2 answers"):
+        without_unfit(target, "mt_bench", [chat for chat in CHATS if chat.id == "p2"], half)
 
 
 def test_every_way_to_draft_is_lossless(target: Target, tmp_path: Path) -> None:
@@ -193,6 +205,7 @@ def test_every_way_to_draft_is_lossless(target: Target, tmp_path: Path) -> None:
     print_comparison(measured, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(entry.partition("@")[0] in text for entry in entries)
+    assert "tau by suite, with its 95 % interval" in text
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Batched decoding: ragged acceptance gives what each sequence gives alone; the guard; the threshold."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -7,14 +9,16 @@ from transformers import PreTrainedModel
 from slipstream.data.target.model import load_model
 from slipstream.drafters.config import DrafterConfig, Init, resolve_geometry
 from slipstream.drafters.eagle3 import Eagle3Head
-from slipstream.eval.batched import BatchedDecoder, BatchedHead
+from slipstream.eval.batched import BatchedDecoder, BatchedHead, Served
 from slipstream.eval.decoder import SpeculativeDecoder
 from slipstream.eval.drafters.eagle import EagleDrafter
 from slipstream.eval.guard import SpeculationGuard, guard_at
 from slipstream.eval.load import ALWAYS, LoadPoint, engine_settings, measure_load, threshold
+from slipstream.eval.lossless import compare_answers
 from slipstream.eval.verify import Sampling
 from tests.tiny import make_tiny_target
 
+NUM_SAMPLES = 256
 PROMPTS = [[1, 17, 5, 80, 44, 3, 100], [2, 9], [7, 7, 7, 40], [120, 4, 99, 3, 3, 8, 1, 1, 6], [33, 50, 61]]
 
 
@@ -26,10 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     return load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
 
 
-@pytest.fixture(scope="module")
-def head(model: PreTrainedModel) -> Eagle3Head:
-    """Knows the target's last state and head, so that it accepts some drafts and not others."""
-    config = DrafterConfig(aux_layers=[1, 2, 4])
+@pytest.fixture(scope="module", params=[False], ids=["eagle3"])
+def head(model: PreTrainedModel, request: pytest.FixtureRequest) -> Eagle3Head:
+    """Knows the target's last state and head, so that it accepts some drafts and not others.
+
+    With parameter True it is an EAGLE-3.1 head.
+    """
+    config = DrafterConfig(aux_layers=[1, 2, 4], fc_norm=request.param, norm_output=request.param)
     head = Eagle3Head(resolve_geometry(config, model.config.to_dict())).eval().requires_grad_(False)
     lm_head = model.get_output_embeddings()
     weight = torch.eye(model.config.hidden_size)
@@ -49,7 +56,7 @@ def alone(model: PreTrainedModel, head: Eagle3Head, prompt: list[int], num: int,
     return decoder.generate(prompt, num)
 
 
-@pytest.mark.parametrize("max_batch", [1, 2, 5])
+@pytest.mark.parametrize(("head", "max_batch"), [(False, 1), (False, 5), (True, 2)], indirect=["head"])
 @pytest.mark.parametrize("stop", [[], [11, 40, 77, 130, 201, 250]])
 def test_ragged_batches_equal_single_sequences(
     model: PreTrainedModel, head: Eagle3Head, max_batch: int, stop: list[int]
@@ -77,6 +84,35 @@ def test_ragged_batches_equal_single_sequences(
             assert served.speculative_rounds == 0
         if guard.off_above == 2:
             assert 0 < served.speculative_rounds < served.rounds or max_batch > 2
+
+
+@pytest.mark.parametrize("head", [True], indirect=True)
+def test_sampled_batches_have_the_target_distribution(model: PreTrainedModel, head: Eagle3Head) -> None:
+    """A ragged batch with drafts against one without; a colder one must be told apart."""
+    sampling = Sampling(temperature=0.7, top_k=4)
+    drafter = BatchedHead(head, embedding(model), torch.arange(model.config.vocab_size))
+
+    def sample(num_drafts: int, seed: int, temperature: float = 0.7) -> Served:
+        decoder = BatchedDecoder(
+            model,
+            drafter,
+            num_draft_tokens=num_drafts,
+            max_batch=32,
+            max_new_tokens=4,
+            guard=ALWAYS,
+            sampling=dataclasses.replace(sampling, temperature=temperature),
+        )
+        return decoder.serve([PROMPTS[1]] * NUM_SAMPLES, torch.Generator().manual_seed(seed))
+
+    plain, drafted, other = sample(0, 1), sample(2, 2), sample(2, 3, 0.05)
+    assert 0.1 < (drafted.acceptance_length - 1) < 1.9
+
+    def looks(served: Served) -> list[bool]:
+        answers = [[tuple(answer) for answer in found.answers] for found in (plain, served)]
+        return [look.accepted for look in compare_answers("p", *answers, 0.001)]
+
+    assert all(looks(drafted))
+    assert not all(looks(other))
 
 
 def test_guard_has_hysteresis() -> None:

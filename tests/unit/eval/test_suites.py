@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.data.types import first_turn
 from slipstream.eval.config import EvalConfig
 from slipstream.eval.suites import SUITES, load_suites
 
@@ -52,12 +53,40 @@ def test_papers_question_files_are_read_in_every_suite(tmp_path: Path) -> None:
 def test_broken_lines_are_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(ROWS["gsm8k"]), "{", json.dumps({"answer": 1}), "", json.dumps({"question": 3})]
+    lines.append(json.dumps({"turns": ["Add.", None]}))
     path.write_text("\n".join(lines))
     assert len(load_suites(EvalConfig(suite="gsm8k", path=str(path)))["gsm8k"]) == 1
     said = capsys.readouterr().err
-    assert "3 of 4 lines skipped: line 2 (not a JSON object)" in said
+    assert "4 of 5 lines skipped: line 2 (not a JSON object)" in said
     assert "line 3 ('question' is missing)" in said
-    assert "line 5 (a turn is not text)" in said
+    assert "line 5 (a turn is not text), line 6 (a turn is not text)" in said
+
+
+def test_a_system_message_stays_and_answers_go(tmp_path: Path) -> None:
+    path = tmp_path / "chats.json"
+    turns = [
+        ("system", "Be brief."),
+        ("human", "One?"),
+        ("gpt", "1"),
+        ("function_call", "{}"),
+        ("human", "Two?"),
+    ]
+    sharegpt = {"conversations": [{"from": role, "value": text} for role, text in turns], "category": "sums"}
+    path.write_text(json.dumps([sharegpt, {"messages": [{"role": "system", "content": "Alone."}]}]))
+    (prompt,) = load_suites(EvalConfig(suite="messages", path=str(path)))["messages"]
+    assert [(m.role, m.content) for m in prompt.messages] == [turns[0], ("user", "One?"), ("user", "Two?")]
+    assert prompt.category == "sums"
+    assert [message.content for message in first_turn(prompt)] == ["Be brief.", "One?"]
+
+
+def test_one_format_for_several_files(tmp_path: Path) -> None:
+    paths = [tmp_path / "qa.jsonl", tmp_path / "rag.jsonl"]
+    for path in paths:
+        path.write_text(json.dumps(ROWS["spec_bench"]))
+    config = EvalConfig(suite=["spec_bench"] * 2, path=[str(path) for path in paths])
+    assert list(load_suites(config)) == ["spec_bench:qa", "spec_bench:rag"]
+    with pytest.raises(ValueError, match="names a file twice"):
+        load_suites(EvalConfig(suite=["spec_bench"] * 2, path=[str(paths[0])] * 2))
 
 
 def test_other_containers_and_several_suites(tmp_path: Path) -> None:

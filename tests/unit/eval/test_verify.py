@@ -4,7 +4,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from slipstream.eval.verify import Sampling, accept_greedy, accept_sampled
+from slipstream.eval.verify import Sampling, accept_greedy, accept_sampled, accept_sampled_rows
 
 
 def test_probs_temperature_and_order() -> None:
@@ -47,6 +47,29 @@ def test_equal_distributions_accept_everything() -> None:
     for _ in range(200):
         ids_K = torch.multinomial(probs_NV[:3], 1, generator=generator)[:, 0]
         assert accept_sampled(ids_K, probs_NV[:3], probs_NV, generator)[0] == 3
+
+
+def test_every_row_of_a_batch_has_the_target_distribution() -> None:
+    """Two kinds of rows side by side; what each emits first is distributed as its own target."""
+    generator, size, num = torch.Generator().manual_seed(4), 5, 20_000
+    target_2V = torch.softmax(torch.randn(2, size, generator=generator), -1)
+    draft_2V = torch.softmax(torch.randn(2, size, generator=generator), -1)
+    kind_B = torch.arange(num) % 2
+    draft_BKV = draft_2V[kind_B][:, None].expand(-1, 2, -1)
+    ids_BK = torch.stack(
+        [torch.multinomial(draft_BKV[:, k], 1, generator=generator)[:, 0] for k in (0, 1)], 1
+    )
+    target_BNV = target_2V[kind_B][:, None].expand(-1, 3, -1)
+    accepted_B, next_B = accept_sampled_rows(ids_BK, draft_BKV, target_BNV, generator)
+    assert set(accepted_B.tolist()) == {0, 1, 2}
+    first_B = torch.where(accepted_B > 0, ids_BK[:, 0], next_B)
+    for kind in (0, 1):
+        observed = torch.bincount(first_B[kind_B == kind], minlength=size)
+        wanted = target_2V[kind].double()
+        assert chisquare(observed.numpy(), (wanted / wanted.sum() * num / 2).numpy()).pvalue > 0.01
+        bonus = torch.bincount(next_B[(kind_B == kind) & (accepted_B == 2)], minlength=size)
+        wanted = wanted / wanted.sum() * bonus.sum()
+        assert chisquare(bonus.numpy(), wanted.numpy()).pvalue > 0.01
 
 
 def _sampled_chain(target_VV: Tensor, draft_VV: Tensor, num: int, generator: torch.Generator) -> list[int]:

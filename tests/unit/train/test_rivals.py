@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.data.batches import align, pack
-from slipstream.data.files import write_json
+from slipstream.data.files import read_json, write_json
 from slipstream.data.target.weights import TargetHeadWeights
 from slipstream.data.types import DraftBatch
 from slipstream.drafters.checkpoint_format import CONFIG, WEIGHTS, write_weights
@@ -155,8 +155,13 @@ def test_bundles_are_read_back_and_broken_ones_refused(tmp_path: Path) -> None:
     assert torch.equal(back.target_ids_W, ids)
     for name, tensor in back.heads.state_dict().items():
         assert torch.equal(tensor, heads.state_dict()[name])
-    names = set(medusa_tensors(dict(heads.state_dict()), ids, MEDUSA.vocab_size))
-    assert {"blocks.0.layers.0.weight", "blocks.2.layers.1.weight", "lm_heads.0.weight", "token_map"} <= names
+    tensors = medusa_tensors(dict(heads.state_dict()), ids, MEDUSA.vocab_size)
+    assert {"blocks.0.layers.0.weight", "blocks.2.layers.1.weight", "token_map"} <= set(tensors)
+    # vLLM does not get as far as the map: a row for every token, and none outside the map ever wins.
+    states = torch.randn(500, MEDUSA.hidden_size, generator=torch.Generator().manual_seed(1))
+    drafted = F.linear(states, tensors["lm_heads.0.weight"]).argmax(-1)
+    assert torch.equal(drafted, ids[back.heads.lm_head(states).argmax(-1)])
+    assert read_json(two / CONFIG)["truncated_vocab_size"] == MEDUSA.vocab_size
     broken = dict(head.state_dict())
     del broken["fc.weight"]
     write_weights(one / WEIGHTS, broken | {"lm_head.weight": torch.zeros(2, 2)})
