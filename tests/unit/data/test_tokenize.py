@@ -23,6 +23,7 @@ from slipstream.data.target.resolve import Target
 from slipstream.data.template import ChatTemplate, RefusedError, render_prompt, stop_token_ids
 from slipstream.data.tokenize import (
     TOKENS_FILE,
+    MaskCounts,
     check_masks,
     fit_length,
     read_samples,
@@ -239,8 +240,11 @@ def test_mask_gate(masks: list[list[int]], message: str) -> None:
         )
         for i, mask in enumerate(masks)
     ]
+    counts = MaskCounts()
+    for row in rows:
+        counts.add(row)
     with pytest.raises(ValueError, match=message):
-        check_masks(rows, TokenizeConfig(), "in the test")
+        check_masks(counts, TokenizeConfig(), "in the test")
 
 
 def test_split_is_by_prompt_and_never_empty() -> None:
