@@ -246,10 +246,10 @@ def _language_of(wanted: Sequence[str]) -> Callable[[str], tuple[str, float]]:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier  # loads its model in a second
 
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-    unknown = set(wanted) - set(identifier.labels())
+    unknown = set(wanted) - set(identifier.labels)
     if unknown:
         raise ValueError(
-            f"data.prompts.languages: {sorted(unknown)[0]} is none of {', '.join(identifier.labels())}"
+            f"data.prompts.languages: {sorted(unknown)[0]} is none of {', '.join(identifier.labels)}"
         )
     classify: Callable[[str], tuple[str, float]] = identifier.classify
     return classify

@@ -171,6 +171,8 @@ class TokenizeConfig:
     """Stop when a larger share is supervised: user tokens would be among them."""
     on_inserted: str = "stop"
     """Text a template writes into an answer that nobody generated: stop, mask or keep."""
+    workers: int = 0
+    """Processes; 0: one, or two where there are many rows and cores."""
 
 
 @dataclass
@@ -195,6 +197,7 @@ LEAST = {
     "regenerate.max_prompt_tokens": 1,
     "tokenize.max_length": 8,
     "tokenize.min_supervised": 1,
+    "tokenize.workers": 0,
     "capture.tokens_per_forward": 1,
     "capture.tokens_per_shard": 1,
 }

@@ -162,7 +162,6 @@ def draft_of(path: Path) -> Iterator[Path]:
 
     The block moves it to `path` when nothing can go wrong any more.
     """
-    make_folder(path.parent.parent)
     temporary = path.parent.with_name(f".{path.parent.name}.{os.getpid()}.tmp")
     try:
         yield temporary

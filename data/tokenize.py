@@ -1,18 +1,20 @@
 """The `tokens` stage: the target's answers to token rows with loss masks, in one Parquet file."""
 
+import functools
 import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
+from slipstream.data.backends.workers import OnStep, ordered
 from slipstream.data.config import Overlong, TokenizeConfig
 from slipstream.data.conversations import parse_answer
 from slipstream.data.files import (
@@ -20,6 +22,7 @@ from slipstream.data.files import (
     Stage,
     draft_of,
     index_jsonl,
+    make_folder,
     read_lines,
     reading,
     stage_fingerprint,
@@ -27,6 +30,7 @@ from slipstream.data.files import (
 )
 from slipstream.data.progress import Meter, say
 from slipstream.data.regenerate import ANSWERS_FILE
+from slipstream.data.target.model import set_threads
 from slipstream.data.target.resolve import Target
 from slipstream.data.template import ChatTemplate, RefusedError, stop_token_ids
 from slipstream.data.types import GeneratedConversation, TokenizedSample
@@ -41,8 +45,10 @@ SCHEMA = pa.schema(
         "loss_mask": pa.list_(pa.bool_()),
     }
 )
-ROWS_PER_GROUP = 1000
-"""Rows of the Parquet file that stand in memory together."""
+ROWS_PER_TASK = 500
+"""Conversations that stand in memory together."""
+ROWS_PER_PROCESS, MOST_PROCESSES = 10_000, 2
+"""A process takes seconds to start and half a gigabyte; `data.tokenize.workers` asks for more of them."""
 MIN_PROMPTS_TO_SPLIT = 20
 """From so many prompts on, the validation split holds at least one."""
 
@@ -64,6 +70,13 @@ class MaskCounts:
         self.supervised += int(row.loss_mask_T.sum())
         if self.full is None and row.loss_mask_T.all():
             self.full = row.id
+
+    def update(self, more: "MaskCounts") -> None:
+        """Adds what was counted of later rows."""
+        self.rows += more.rows
+        self.tokens += more.tokens
+        self.supervised += more.supervised
+        self.full = self.full or more.full
 
 
 def check_masks(counts: MaskCounts, config: TokenizeConfig, when: str) -> dict[str, Any]:
@@ -131,56 +144,76 @@ def validation_prompts(prompt_ids: Iterable[str], share: float) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """An answered conversation in the answers file; they sort by id."""
+    """An answered conversation in the answers file."""
 
     id: str
     prompt_id: str
+    split: str
     line: Line
 
 
-class Tokenizing:
-    """Turns the answers of one file into rows, one by one, and counts what becomes of them."""
+@dataclass(kw_only=True)
+class Part:
+    """Some conversations as rows, and what became of them."""
 
-    def __init__(self, path: Path, template: ChatTemplate, config: TokenizeConfig) -> None:
-        self._path, self._template, self._config = path, template, config
-        self._rendered, self._kept = MaskCounts(), MaskCounts()
-        self._dropped: Counter[str] = Counter()
-        self._num_truncated = self._num_validation = 0
+    rows: pa.Table = field(default_factory=SCHEMA.empty_table)
+    rendered: MaskCounts = field(default_factory=MaskCounts)
+    """Before the length rules."""
+    kept: MaskCounts = field(default_factory=MaskCounts)
+    dropped: Counter[str] = field(default_factory=Counter)
+    truncated: int = 0
 
-    def rows(self, entries: Sequence[Entry], validation: set[str]) -> Iterator[TokenizedSample]:
-        """Rows of the entries, in their order."""
-        lines = (entry.line for entry in entries)
-        with Meter("tokenize", len(entries), unit="row") as meter:
-            for conversation in read_lines(self._path, lines, parse_answer):
-                split = "validation" if conversation.prompt_id in validation else "train"
-                for row in self._fitted(conversation):
-                    self._num_validation += split == "validation"
-                    yield replace(row, split=split)
-                meter.advance(1)
+    def update(self, more: "Part") -> None:
+        """Adds the counts of a later part."""
+        self.rendered.update(more.rendered)
+        self.kept.update(more.kept)
+        self.dropped.update(more.dropped)
+        self.truncated += more.truncated
 
-    def _fitted(self, conversation: GeneratedConversation) -> Iterator[TokenizedSample]:
+    def check(self, config: TokenizeConfig) -> dict[str, Any]:
+        """The counts; ValueError when the mask gate closes, before or after the length rules."""
+        check_masks(self.rendered, config, "in the rendered answers")
+        reasons = dict(sorted(self.dropped.items()))
+        counts = check_masks(self.kept, config, f"after the length rules (dropped: {reasons})")
+        return {**counts, "truncated": self.truncated, "dropped": reasons}
+
+
+class Tokenizer:
+    """Makes rows of conversations in the answers file; one for each process."""
+
+    def __init__(self, target: Target, *, path: Path, config: TokenizeConfig) -> None:
+        self._path, self._config = path, config
+        self._template = ChatTemplate(
+            target.tokenizer(), stop_token_ids(target), on_inserted=config.on_inserted
+        )
+
+    def __call__(self, entries: Sequence[Entry], on_step: OnStep) -> Part:
+        """The rows of some entries, in their order."""
+        part = Part()
+        rows = []
+        splits = {entry.prompt_id: entry.split for entry in entries}
+        for conversation in read_lines(self._path, (entry.line for entry in entries), parse_answer):
+            found = self._rows(conversation, part)
+            rows += [replace(row, split=splits[conversation.prompt_id]) for row in found]
+            on_step(0, 1)
+        part.rows = as_table(rows)
+        return part
+
+    def _rows(self, conversation: GeneratedConversation, part: Part) -> Iterator[TokenizedSample]:
         try:
             views = self._template.views(conversation)
         except RefusedError as refused:
-            self._dropped[str(refused)] += 1
+            part.dropped[str(refused)] += 1
             return
         for view in views:
-            self._rendered.add(view)
+            part.rendered.add(view)
             row, flag = fit_length(view, self._config)
             if row is None:
-                self._dropped[flag] += 1
+                part.dropped[flag] += 1
             else:
-                self._num_truncated += flag == "truncated"
-                self._kept.add(row)
+                part.truncated += flag == "truncated"
+                part.kept.add(row)
                 yield row
-
-    def check(self) -> dict[str, Any]:
-        """The counts; ValueError when the mask gate closes, before or after the length rules."""
-        check_masks(self._rendered, self._config, "in the rendered answers")
-        reasons = dict(sorted(self._dropped.items()))
-        counts = check_masks(self._kept, self._config, f"after the length rules (dropped: {reasons})")
-        facts = {"truncated": self._num_truncated, "dropped": reasons}
-        return {**counts, **facts, "validation_rows": self._num_validation}
 
 
 def run(
@@ -190,7 +223,7 @@ def run(
     settings = {
         "target": target.fingerprint,
         "regenerated": stage_fingerprint(regenerated_folder),
-        **asdict(config),
+        **{key: value for key, value in asdict(config).items() if key != "workers"},
         "overlong": config.overlong.value,
         "validation_share": validation_share,
     }
@@ -198,44 +231,84 @@ def run(
     if stage.is_complete:
         return
     answers = regenerated_folder / ANSWERS_FILE
-    names = index_jsonl(answers, lambda row: (text(row["id"]), text(row["prompt_id"])))
-    entries = [Entry(id=name, prompt_id=prompt_id, line=line) for (name, prompt_id), line in names]
+    entries = _entries(answers, validation_share)
     if not entries:
         raise ValueError(f"{answers} holds no answer: delete {regenerated_folder} to make it again")
-    entries.sort(key=lambda entry: entry.id)
-    validation = validation_prompts((entry.prompt_id for entry in entries), validation_share)
-    template = ChatTemplate(target.tokenizer(), stop_token_ids(target), on_inserted=config.on_inserted)
-    work = Tokenizing(answers, template, config)
+    total = Part()
     with draft_of(folder / TOKENS_FILE) as draft:
-        write_rows(draft, work.rows(entries, validation))
-        facts = work.check()
+        with Meter("tokenize", len(entries), unit="row") as meter:
+            tables = _tokenized(entries, answers, config, target, total, lambda _, rows: meter.advance(rows))
+            write_tables(draft, tables)
+        facts = total.check(config)
         stage.begin()
         os.replace(draft, folder / TOKENS_FILE)
-    stage.complete([TOKENS_FILE], **facts)
+    num_validation = sum(
+        pc.sum(pc.equal(table["split"], "validation")).as_py() or 0 for table in read_tables(folder)
+    )
+    stage.complete([TOKENS_FILE], **facts, validation_rows=num_validation)
     say(
-        f"tokenize     {facts['rows']:,} rows ({facts['validation_rows']:,} for validation), "
+        f"tokenize     {facts['rows']:,} rows ({num_validation:,} for validation), "
         f"{facts['supervised_tokens']:,} of {facts['tokens']:,} tokens supervised, "
         f"{facts['truncated']:,} cut, dropped: {facts['dropped']}"
     )
 
 
-def write_rows(path: Path, rows: Iterable[TokenizedSample]) -> None:
-    """Writes a Parquet file group by group; equal rows give equal bytes."""
-    stream = iter(rows)
+def _entries(answers: Path, validation_share: float) -> list[Entry]:
+    """Every conversation of the answers file, sorted by id, with its split."""
+    found = list(index_jsonl(answers, lambda row: (text(row["id"]), text(row["prompt_id"]))))
+    validation = validation_prompts((prompt_id for (_, prompt_id), _ in found), validation_share)
+    return [
+        Entry(
+            id=name,
+            prompt_id=prompt_id,
+            split="validation" if prompt_id in validation else "train",
+            line=line,
+        )
+        for (name, prompt_id), line in sorted(found, key=lambda item: item[0])
+    ]
+
+
+def _tokenized(
+    entries: Sequence[Entry],
+    answers: Path,
+    config: TokenizeConfig,
+    target: Target,
+    total: Part,
+    on_step: OnStep,
+) -> Iterator[pa.Table]:
+    """Rows of all entries, part after part, counted into `total`."""
+    tasks = [entries[i : i + ROWS_PER_TASK] for i in range(0, len(entries), ROWS_PER_TASK)]
+    make = functools.partial(Tokenizer, path=answers, config=config)
+    set_threads()
+    cores = min(torch.get_num_threads(), len(entries) // ROWS_PER_PROCESS, MOST_PROCESSES)
+    workers = max(1, min(config.workers or cores, len(tasks)))
+    for part in ordered(make, target, tasks, workers=workers, on_step=on_step, stage="tokenize"):
+        total.update(part)
+        yield part.rows
+
+
+def as_table(rows: Sequence[TokenizedSample]) -> pa.Table:
+    """Rows as columns of SCHEMA."""
+    columns = {
+        "id": [row.id for row in rows],
+        "prompt_id": [row.prompt_id for row in rows],
+        "split": [row.split for row in rows],
+        "input_ids": [row.input_ids_T.int().numpy() for row in rows],
+        "loss_mask": [row.loss_mask_T.numpy() for row in rows],
+    }
+    return pa.table(columns, SCHEMA)
+
+
+def write_tables(path: Path, tables: Iterable[pa.Table]) -> None:
+    """Writes a Parquet file, one row group for each table; equal tables give equal bytes."""
+    make_folder(path.parent)
     with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-        while group := list(islice(stream, ROWS_PER_GROUP)):
-            columns = {
-                "id": [row.id for row in group],
-                "prompt_id": [row.prompt_id for row in group],
-                "split": [row.split for row in group],
-                "input_ids": [row.input_ids_T.int().numpy() for row in group],
-                "loss_mask": [row.loss_mask_T.numpy() for row in group],
-            }
-            writer.write_table(pa.table(columns, SCHEMA))
+        for table in tables:
+            writer.write_table(table)
 
 
-def read_groups(folder: Path) -> Iterator[pa.Table]:
-    """The rows of the stage in `folder` group by group, as columns of SCHEMA, sorted by id."""
+def read_tables(folder: Path) -> Iterator[pa.Table]:
+    """The rows of the stage in `folder`, sorted by id, as one table of SCHEMA after another."""
     path = folder / TOKENS_FILE
     with reading(path):
         file = pq.ParquetFile(path)
@@ -257,7 +330,7 @@ def read_samples(folder: Path, split: str | None = None) -> list[TokenizedSample
             input_ids_T=torch.tensor(ids.values.to_numpy(), dtype=torch.int64),
             loss_mask_T=torch.tensor(mask.values.to_numpy(zero_copy_only=False)),
         )
-        for table in read_groups(folder)
+        for table in read_tables(folder)
         for row_id, prompt_id, row_split, ids, mask in zip(*table.columns, strict=True)
         if split in (None, row_split.as_py())
     ]

@@ -24,11 +24,12 @@ from slipstream.data.template import ChatTemplate, RefusedError, render_prompt, 
 from slipstream.data.tokenize import (
     TOKENS_FILE,
     MaskCounts,
+    as_table,
     check_masks,
     fit_length,
     read_samples,
     validation_prompts,
-    write_rows,
+    write_tables,
 )
 from slipstream.data.types import GeneratedConversation, GeneratedTurn, Message, TokenizedSample
 from slipstream.scripts.show_mask import show
@@ -320,7 +321,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"answers\.jsonl holds no answer: delete {answers} to make it"):
         tokenize.run(TokenizeConfig(), target, answers, folder, 0.0)
     file = folder / TOKENS_FILE
-    write_rows(file, [])
+    write_tables(file, [as_table([])])
     assert read_samples(folder) == []
     for content in (file.read_bytes()[:-20], b"", None):
         file.unlink() if content is None else file.write_bytes(content)
