@@ -1,6 +1,6 @@
 """The `vocab_map` stage: which target tokens the draft vocabulary holds."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -65,19 +65,34 @@ def supervised_counts(tokens_folder: Path, vocab_size: int) -> NDArray[np.int64]
     return counts_V
 
 
-def run(draft_vocab_size: int, target: Target, tokens_folder: Path, folder: Path) -> None:
-    """The `vocab_map` stage: `tokens.parquet` to `vocab_map.safetensors`."""
+def run(
+    draft_vocab_size: int,
+    target: Target,
+    tokens_folder: Path,
+    folder: Path,
+    *,
+    given: tuple[str, Callable[[], VocabMap]] | None = None,
+) -> None:
+    """The `vocab_map` stage: `tokens.parquet` to `vocab_map.safetensors`.
+
+    `given` is where a map comes from that belongs to weights, and what reads it: tokens are then counted
+    for its coverage alone.
+    """
     settings = {
         "target": target.fingerprint,
         "tokens": stage_fingerprint(tokens_folder),
         "draft_vocab_size": draft_vocab_size,
+        **({"init_from": given[0]} if given else {}),
     }
     stage = Stage(folder, "vocab_map", settings)
     if stage.is_complete:
         return
     counts_V = supervised_counts(tokens_folder, target.config.vocab_size)
-    entries = target.tokenizer().get_vocab().values()
-    vocab_map = build_vocab_map(counts_V, draft_vocab_size, stop_token_ids(target), entries)
+    if given:
+        vocab_map = given[1]()
+    else:
+        entries = target.tokenizer().get_vocab().values()
+        vocab_map = build_vocab_map(counts_V, draft_vocab_size, stop_token_ids(target), entries)
     coverage = float(counts_V[vocab_map.t2d_V.numpy()].sum() / max(counts_V.sum(), 1))
     stage.begin()
     with atomic_path(folder / MAP_FILE) as temporary:
@@ -87,7 +102,8 @@ def run(draft_vocab_size: int, target: Target, tokens_folder: Path, folder: Path
     if coverage < LOW_COVERAGE:
         say(
             f"warning: the draft vocabulary covers {coverage:.3f} of the supervised tokens, each of the "
-            f"others is a sure miss: raise drafter.draft_vocab_size={draft_vocab_size}"
+            f"others is a sure miss: "
+            + (f"it is that of {given[0]}" if given else f"raise drafter.draft_vocab_size={draft_vocab_size}")
         )
 
 

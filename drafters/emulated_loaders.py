@@ -33,8 +33,16 @@ def load_as(engine: Engine, folder: Path) -> ServedHead:
     Raises:
         ValueError: the engine would refuse it, or run something other than what was trained.
     """
+    return check_as(engine, read_config(folder), read_tensors(folder), folder)
+
+
+def check_as(engine: Engine, config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> ServedHead:
+    """The head that an engine makes of this config and these tensors, read from `folder`.
+
+    Raises:
+        ValueError: as `load_as`.
+    """
     try:
-        config, tensors = read_config(folder), read_tensors(folder)
         _check_keys(config, tensors)
         seen = _as_vllm(config) if engine is Engine.vllm else _as_sglang(config)
         geometry = geometry_from_config(seen, folder / CONFIG)

@@ -59,12 +59,12 @@ def measure(
         ValueError: a bundle is broken or made for another target, a prompt is too long, or the
             folder holds another measurement.
     """
-    entries = [entry for entry in as_list(config.drafter) if entry != BASELINE] or ["prompt_lookup"]
+    entries = measured_entries(config)
     contenders = [
         make_contender(entry, target=target, export=export_folder, config=config) for entry in entries
     ]
     todo = [(suite, prompt) for suite, prompts in suites.items() for prompt in prompts]
-    stage = Stage(folder, "evaluation", _identity(target, export_folder, config, entries, suites))
+    stage = Stage(folder, "evaluation", _identity(target, export_folder, config, suites))
     rows = read_jsonl(folder / ROUNDS, parse_played) if (folder / ROUNDS).exists() else []
     played = {(row.suite, row.id): row for row in rows}
     missing = [(suite, prompt) for suite, prompt in todo if (suite, prompt.id) not in played]
@@ -86,6 +86,11 @@ def measure(
         write_json(folder / REPORT, as_json(comparison))
         stage.complete([ROUNDS, REPORT], acceptance_length=comparison.first.acceptance_length)
     return comparison
+
+
+def measured_entries(config: EvalConfig) -> list[str]:
+    """The entries of eval.drafter beside plain decoding, which is measured always."""
+    return [entry for entry in as_list(config.drafter) if entry != BASELINE] or ["prompt_lookup"]
 
 
 def check_room(target: Target, conversations: Sequence[Conversation], max_new_tokens: int) -> None:
@@ -148,21 +153,25 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+def weights_hash(config: EvalConfig, export_folder: Path) -> str:
+    """Hash of the bundles that are measured."""
+    folders = [Path(parse(entry)[2] or export_folder) for entry in measured_entries(config)]
+    files = [folder / name for folder in folders for name in (CONFIG, WEIGHTS)]
+    return value_hash([file_hash(file) for file in files if file.is_file()])
+
+
 def _identity(
     target: Target,
     export_folder: Path,
     config: EvalConfig,
-    entries: Sequence[str],
     suites: Mapping[str, Sequence[Conversation]],
 ) -> dict[str, Any]:
     """Everything the measured numbers depend on."""
-    folders = [Path(parse(entry)[2] or export_folder) for entry in entries]
-    files = [folder / name for folder in folders for name in (CONFIG, WEIGHTS)]
     return {
         "target": target.name,
         "target_fingerprint": target.fingerprint,
         "target_dtype": str(target.dtype),
-        "weights": value_hash([file_hash(file) for file in files if file.is_file()]),
+        "weights": weights_hash(config, export_folder),
         "prompt_ids": value_hash({suite: [p.id for p in prompts] for suite, prompts in suites.items()}),
         **dataclasses.asdict(config),
     }

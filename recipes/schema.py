@@ -1,6 +1,7 @@
 """The typed schema of a recipe: one recipe describes all stages, each command reads its section."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -26,6 +27,8 @@ class ExportConfig:
     format: Form = Form.eagle3
     engines: list[Engine] = field(default_factory=lambda: [Engine.vllm, Engine.sglang])
     """What has to be able to serve the head; a head that one of them cannot express is refused."""
+    target_id: str = ""
+    """Hub id of the target where target.name is a folder; for the card and the speculators form."""
 
     def problems(self, drafter: DrafterConfig) -> list[str]:
         """Every mistake in these settings, one line each, as far as they show without the target."""
@@ -64,6 +67,14 @@ class Recipe:
     """Row that scripts/show_mask.py shows: an id, or a number."""
     replay: bool = False
     """scripts/doctor.py also decodes the held-out prompts in the engines of export.engines."""
+    push: str = ""
+    """Hub id (OWNER/NAME) that scripts/export.py, or scripts/pipeline.py at its end, sends the head to."""
+    push_private: bool = False
+    """Whether a repository that push has to make is private."""
+    push_dry_run: bool = False
+    """List what push would send, and stop."""
+    pull: str = ""
+    """Hub id (OWNER/NAME or OWNER/NAME@REVISION) or folder of a head that scripts/export.py brings here."""
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
@@ -81,10 +92,21 @@ class Recipe:
             found.append("run_dir is empty: name a folder")
         if not 0 <= self.seed < 2**31:
             found.append(f"seed={self.seed} must lie in 0..{2**31 - 1}")
+        found += self._hub_problems()
         found += self.export.problems(self.drafter)
         found += self._kind_problems()
         if found:
             raise ValueError("; ".join(found))
+
+    def _hub_problems(self) -> list[str]:
+        found = []
+        if self.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push):
+            found.append(f"push={self.push} is no hub id: OWNER/NAME")
+        if self.push and self.pull:
+            found.append("push and pull exclude each other: leave one out")
+        if self.train.init_from and self.drafter.kind != "eagle3":
+            found.append(f"train.init_from reads EAGLE-3 heads, not drafter.kind={self.drafter.kind}")
+        return found
 
     def _kind_problems(self) -> list[str]:
         """What an EAGLE-1 or Medusa head cannot be trained or served with."""

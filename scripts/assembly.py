@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slipstream.data.cache import HiddenStateCache
 from slipstream.data.target.resolve import Target
 from slipstream.data.target.weights import read_target_head
 from slipstream.data.vocab_map import read_vocab_map
 from slipstream.drafters.config import DraftGeometry, Init
+from slipstream.drafters.importer import ImportedHead
 from slipstream.drafters.registry import DRAFTERS
 from slipstream.recipes.schema import Recipe
 from slipstream.train.rivals import Eagle1Unroller, MedusaUnroller
@@ -30,8 +33,25 @@ def frozen_target(target: Target, map_folder: Path) -> FrozenTarget:
     )
 
 
-def new_head(recipe: Recipe, geometry: DraftGeometry, frozen: FrozenTarget, source: HiddenStateCache) -> Any:
-    """A head with its first weights, the same on every rank."""
+def new_head(
+    recipe: Recipe,
+    geometry: DraftGeometry,
+    frozen: FrozenTarget,
+    source: HiddenStateCache,
+    imported: ImportedHead | None = None,
+) -> Any:
+    """A head with its first weights, the same on every rank: those of an imported one, if there is one.
+
+    Raises:
+        ValueError: the imported head has another vocabulary map than the run.
+    """
+    if imported is not None:
+        if not torch.equal(imported.t2d_V, frozen.draft_ids_V >= 0):
+            raise ValueError(
+                f"train.init_from={recipe.train.init_from} has another vocabulary map than this run, which "
+                f"was begun with the head that was there then: set run_dir to another folder"
+            )
+        return imported.head.train()
     config = recipe.drafter
     head: Any = DRAFTERS[config.kind](geometry)
     head.initialise(

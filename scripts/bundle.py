@@ -1,4 +1,4 @@
-"""Writes the serving bundle: config.json, model.safetensors and the model card."""
+"""Writes the serving bundle: config.json and model.safetensors (the card: `slipstream.scripts.card`)."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from slipstream.drafters.checkpoint_format import (
     speculators_config,
     write_weights,
 )
-from slipstream.drafters.config import DraftGeometry, Engine, Form
+from slipstream.drafters.config import DraftGeometry, Form
 from slipstream.drafters.eagle1 import eagle1_config
 from slipstream.drafters.eagle3 import Eagle3Head
 from slipstream.drafters.medusa import medusa_config, medusa_tensors
@@ -27,8 +27,6 @@ from slipstream.recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from slipstream.data.target.resolve import Target
-
-CARD = "README.md"
 
 
 def write_bundle(
@@ -40,7 +38,7 @@ def write_bundle(
     target: "Target",
     recipe: Recipe,
 ) -> list[str]:
-    """Writes the three files; nothing is written unless the tensors keep the contract.
+    """Writes the two files; nothing is written unless the tensors keep the contract.
 
     Args:
         folder: of the bundle.
@@ -48,7 +46,7 @@ def write_bundle(
         geometry: the head's geometry.
         vocab_map: d2t and t2d.
         target: the model the head was trained for.
-        recipe: for the card.
+        recipe: of the export.
 
     Returns:
         Names of the files.
@@ -60,8 +58,7 @@ def write_bundle(
     with atomic_path(folder / WEIGHTS) as temporary:
         write_weights(temporary, served)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
-    write_text(folder / CARD, card(geometry, target_name=target.name, recipe=recipe))
-    return [CONFIG, WEIGHTS, CARD]
+    return [CONFIG, WEIGHTS]
 
 
 def _eagle3(
@@ -86,7 +83,7 @@ def _eagle3(
     if recipe.export.format is Form.speculators:
         config = speculators_config(
             config,
-            target_name=target.name,
+            target_name=recipe.export.target_id or target.name,
             target_architectures=target.config.architectures or [],
             num_draft_tokens=recipe.eval.num_draft_tokens,
         )
@@ -120,59 +117,3 @@ def _medusa(
 
 
 _BUNDLES = {"eagle3": _eagle3, "eagle1": _eagle1, "medusa": _medusa}
-METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa"}
-"""Kind of head -> vLLM's name of the method."""
-
-
-def card(geometry: DraftGeometry, *, target_name: str, recipe: Recipe) -> str:
-    """The model card with the commands that serve the head."""
-    kind = {"eagle1": "EAGLE-1", "medusa": "Medusa"}.get(recipe.drafter.kind, "EAGLE-3")
-    if geometry.norm_output and geometry.fc_norm:
-        kind = "EAGLE-3.1"
-    loss = recipe.train.loss.kind.value
-    return f"""---
-base_model: {target_name}
-library_name: transformers
-tags: [speculative-decoding, {recipe.drafter.kind}, draft-model]
----
-
-# {kind} draft head for {target_name}
-
-Trained with Slipstream, recipe `{recipe.name}`. The head drafts tokens that the target verifies:
-greedy answers stay the same, token for token.
-
-| | |
-|---|---|
-| target | `{target_name}` |
-| captured boundaries (state entering layer b) | {list(geometry.aux_layers)} |
-| draft vocabulary | {geometry.draft_vocab_size} of {geometry.vocab_size} |
-| training | {recipe.train.epochs} epochs, K={recipe.train.unroll.num_steps}, loss {loss} |
-
-Replace `PATH_OR_ID` by this folder or its hub id.
-{"".join(_how_to_serve(engine, target_name, recipe) for engine in recipe.export.engines)}"""
-
-
-def _how_to_serve(engine: Engine, target_name: str, recipe: Recipe) -> str:
-    k = recipe.eval.num_draft_tokens
-    if engine is Engine.sglang:
-        return f"""
-## SGLang
-
-```bash
-python -m sglang.launch_server --model-path {target_name} \\
-  --speculative-algorithm EAGLE3 --speculative-draft-model-path PATH_OR_ID \\
-  --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}
-```
-"""
-    method = METHODS[recipe.drafter.kind]
-    speculative = json.dumps({"method": method, "model": "PATH_OR_ID", "num_speculative_tokens": k})
-    command = f"vllm serve {target_name} --speculative-config '{speculative}'"
-    if recipe.export.format is Form.speculators:
-        command = "vllm serve PATH_OR_ID"
-    return f"""
-## vLLM
-
-```bash
-{command}
-```
-"""

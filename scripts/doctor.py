@@ -1,89 +1,70 @@
-"""Tells whether engines run the exported head as it was trained: `scripts/doctor.py recipe=NAME`.
+"""Looks for what would stop a recipe, before or after its run: `scripts/doctor.py recipe=NAME`.
 
-The bundle is read by both engines' rules. With `replay=true`, or `--replay RUN` for a finished run
-and its own recipe, the recorded prompts also go through the built-in decoder and the real engines,
-and the first stage that differs is named.
+Every check is a line with ok, warn or fail, and the fix. Where the run has a bundle, it is read by both
+engines' rules. With `replay=true`, or `--replay RUN` for a finished run and its own recipe, the recorded
+prompts also go through the built-in decoder and the real engines, and the first stage that differs is named.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.table import Table
 
-from slipstream.drafters.config import Engine
+from slipstream.data.files import is_complete
 from slipstream.recipes.schema import Recipe
 from slipstream.scripts.cli import BAD, command, fail
+from slipstream.scripts.setup_checks import Check, State, check_setup
 from slipstream.scripts.stages import RECIPE, Run
 
-if TYPE_CHECKING:
-    from slipstream.eval.engines.replay import Finding
-
 REPLAY = "--replay"
-TIMEOUT = 3600.0
-"""Seconds for one engine."""
+COLOURS = {State.ok: "green", State.warn: "yellow", State.fail: "bold red"}
 
 
 def doctor(recipe: Recipe) -> None:
-    """Checks the bundle, then the engines.
+    """Checks the set-up, then the bundle, then the engines.
 
     Raises:
-        ValueError: the bundle is broken, or an engine differs; the message names the first stage.
+        ValueError: a check failed, the bundle is broken, or an engine differs.
     """
-    from slipstream.drafters.emulated_loaders import load_as
-    from slipstream.eval.drafters.eagle import load_eagle
-
     run, console = Run(recipe), Console()
-    folder = run.path("export")
-    for engine in recipe.export.engines:
-        load_as(engine, folder)
-        console.print(f"{engine.value}: reads the bundle as it was trained")
-    load_eagle(run.target, folder)
+    failed = []
+    for check in (*check_setup(run), *_bundle_checks(run)):
+        colour = COLOURS[check.state]
+        console.print(f"[{colour}]{check.state.value:<4}[/] {check.name:<14}", end="", highlight=False)
+        console.print(check.text, markup=False, highlight=False, soft_wrap=True)
+        if check.state is State.fail:
+            failed.append(f"{check.name}: {check.text}")
+    if failed:
+        raise ValueError("; ".join(failed))
     if not recipe.replay:
         return
-    if different := _replay(run, console):
+    from slipstream.scripts.replay import replay
+
+    if different := replay(run, console):
         raise ValueError("; ".join(different))
     console.print("equal")
 
 
-def _replay(run: Run, console: Console) -> list[str]:
-    """Prints the comparison of every engine; returns the first difference of each."""
-    from slipstream.data.template import stop_token_ids
-    from slipstream.eval.drafters.eagle import load_eagle
-    from slipstream.eval.engines.environment import engine_python, run_jobs
-    from slipstream.eval.engines.job import STATES
-    from slipstream.eval.engines.replay import compare, decode
+def _bundle_checks(run: Run) -> Iterator[Check]:
+    """Whether the engines read the bundle as it was trained; nothing before there is one."""
+    from slipstream.drafters.emulated_loaders import load_as
+    from slipstream.eval.drafters.registry import make_contender
 
-    recipe, folder = run.recipe, run.path("export")
-    model, drafter = run.target.model(), load_eagle(run.target, folder)
-    ours = decode(run.target, model, drafter, recipe.eval, run.held_out)
-    pythons = {Engine.vllm: recipe.engines.vllm_python, Engine.sglang: recipe.engines.sglang_python}
-    different = []
-    for engine in recipe.export.engines:
-        name = engine.value
-        job = ours.job(
-            run.folder / "doctor" / name,
-            target=str(run.target.path.resolve()),
-            draft=str(folder.resolve()),
-            config=recipe.eval,
-            stop_ids=stop_token_ids(run.target),
-        )
-        python = engine_python(name, pythons[engine])
-        (result,) = run_jobs(name, python, [job], timeout=TIMEOUT)
-        findings = compare(ours, result, run.folder / "doctor" / name / STATES, model)
-        _show(f"{name} {result.version}", findings, console)
-        if wrong := next((finding for finding in findings if not finding.equal), None):
-            different.append(f"{name} differs first in {wrong.stage}: {wrong.text}")
-    return different
-
-
-def _show(title: str, findings: "list[Finding]", console: Console) -> None:
-    table = Table("stage", "", "", title=title)
-    for finding in findings:
-        table.add_row(finding.stage, "equal" if finding.equal else "DIFFERS", finding.text)
-    console.print(table)
+    folder = run.path("export")
+    if not is_complete(folder) and not run.recipe.replay:
+        yield Check(name="bundle", state=State.ok, text=f"none yet in {folder}")
+        return
+    try:
+        if run.recipe.drafter.kind == "eagle3":
+            for engine in run.recipe.export.engines:
+                load_as(engine, folder)
+                text = "reads the bundle as it was trained"
+                yield Check(name=engine.value, state=State.ok, text=text)
+        make_contender("head", target=run.target, export=folder, config=run.recipe.eval)
+    except ValueError as error:
+        yield Check(name="bundle", state=State.fail, text=str(error))
 
 
 def recorded_recipe(run_dir: str, overrides: list[str]) -> Recipe:

