@@ -1,6 +1,7 @@
 """Settings of the target and of the data stages."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
@@ -9,6 +10,8 @@ from typing import Any
 from omegaconf import MISSING
 
 SPREAD = "spread"
+RECORDED = "recorded"
+"""The backend of data.regenerate that generates nothing."""
 
 
 class Dtype(Enum):
@@ -54,19 +57,78 @@ class TargetConfig:
         return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSource:
+    """One entry of `PromptsConfig.paths`."""
+
+    path: str
+    weight: float = 0.0
+    """Share in the mix, against other weighted sources; 0: everything of it is kept."""
+    limit: int = 0
+    """Keep the first N of this source by id; 0 keeps all."""
+
+
 @dataclass
 class PromptsConfig:
-    """Where the prompts come from."""
+    """Where the prompts come from, and which are kept."""
 
-    paths: list[str] = field(default_factory=list)
+    paths: list[Any] = field(default_factory=list)
     """JSONL (OpenAI messages), ShareGPT JSON, a hub data set id (`id` or
-    `id@split`), or `builtin:NAME` (ours)."""
+    `id@split`), or `builtin:NAME` (ours). An entry may be {path: ..., weight: ..., limit: ...}."""
     split: str = "train"
     """Split of a hub data set."""
     limit: int = 0
     """Keep the first N after sorting by id hash; 0 keeps all."""
     max_dropped_share: float = 0.05
     """Stop when a larger share of the rows is unusable."""
+    near_duplicates: float = 0.0
+    """Drop a prompt this similar to a kept one (Jaccard of three-word pieces); 0 keeps them."""
+    min_chars: int = 0
+    """Drop prompts with fewer characters in their user turns."""
+    max_chars: int = 0
+    """Drop prompts with more; 0 keeps them."""
+    languages: list[str] = field(default_factory=list)
+    """Drop prompts that are surely in another language than these (en, de, zh, ...); empty keeps all."""
+    heldout_share: float = 0.0
+    """Share of the prompts (by hash) set aside in `prompts/heldout.jsonl`, for eval.prompts."""
+
+    def sources(self) -> list[PromptSource]:
+        """The entries of `paths`, without regard to mistakes in them."""
+        return [
+            PromptSource(**entry) if isinstance(entry, Mapping) else PromptSource(path=str(entry))
+            for entry in self.paths
+        ]
+
+    def problems(self) -> list[str]:
+        """Every mistake in these settings, one line each."""
+        found = [] if self.paths else ["data.prompts.paths is empty: name at least one file or data set"]
+        found += [problem for i, entry in enumerate(self.paths) for problem in _source_problems(i, entry)]
+        for key, value in (
+            ("max_dropped_share", self.max_dropped_share),
+            ("near_duplicates", self.near_duplicates),
+        ):
+            if not 0 <= value <= 1:
+                found.append(f"data.prompts.{key} must lie in [0, 1]")
+        if not 0 <= self.heldout_share < 1:
+            found.append("data.prompts.heldout_share must lie in [0, 1)")
+        if 0 < self.max_chars < self.min_chars:
+            found.append("data.prompts.max_chars must be at least data.prompts.min_chars, or 0")
+        return found
+
+
+def _source_problems(place: int, entry: Any) -> list[str]:
+    """Mistakes of one entry of `PromptsConfig.paths`."""
+    where = f"data.prompts.paths[{place}]"
+    if isinstance(entry, str):
+        return []
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), str):
+        return [f"{where}={entry}: a path, or {{path: ..., weight: ..., limit: ...}}"]
+    found = [f"{where}.{key}: no such key" for key in entry.keys() - {"path", "weight", "limit"}]
+    for key, kind in (("weight", float), ("limit", int)):
+        value = entry.get(key, 0)
+        if type(value) not in (int, kind) or not 0 <= value < float("inf"):
+            found.append(f"{where}.{key}={value} must be a number of at least 0")
+    return found
 
 
 @dataclass
@@ -119,7 +181,8 @@ class RegenerateConfig:
     """The target answers the prompts."""
 
     backend: str = "hf"
-    """hf (transformers on this machine), vllm (offline, in its own environment) or openai (a server)."""
+    """hf (transformers on this machine), vllm (offline, in its own environment), openai (a server), or
+    recorded: answers that the prompts' files hold already."""
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     samples: list[SampleConfig] = field(default_factory=lambda: [SampleConfig()])
@@ -142,8 +205,8 @@ class RegenerateConfig:
     def problems(self) -> list[str]:
         """Every mistake in these settings, one line each."""
         found = []
-        if self.backend not in ("hf", "vllm", "openai"):
-            found.append(f"data.regenerate.backend={self.backend}: hf, vllm or openai")
+        if self.backend not in ("hf", "vllm", "openai", RECORDED):
+            found.append(f"data.regenerate.backend={self.backend}: hf, vllm, openai or {RECORDED}")
         if not self.samples:
             found.append("data.regenerate.samples is empty: [{temperature: 0}] is greedy")
         for i, sample in enumerate(self.samples):
@@ -181,6 +244,8 @@ class TokenizeConfig:
     """Stop when a larger share is supervised: user tokens would be among them."""
     on_inserted: str = "stop"
     """Text a template writes into an answer that nobody generated: stop, mask or keep."""
+    workers: int = 0
+    """Processes; 0: one, or two where there are many rows and cores."""
 
 
 class Store(Enum):
@@ -245,6 +310,8 @@ class CaptureConfig:
 
 LEAST = {
     "prompts.limit": 0,
+    "prompts.min_chars": 0,
+    "prompts.max_chars": 0,
     "regenerate.max_new_tokens": 1,
     "regenerate.batch_size": 1,
     "regenerate.answers_per_prompt": 0,
@@ -255,6 +322,7 @@ LEAST = {
     "regenerate.max_prompt_tokens": 1,
     "tokenize.max_length": 8,
     "tokenize.min_supervised": 1,
+    "tokenize.workers": 0,
     "capture.tokens_per_forward": 1,
     "capture.tokens_per_shard": 1,
     "shuffle_shards": 0,
@@ -282,15 +350,10 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """Every mistake in these settings, one line each."""
-        found = []
-        if not self.prompts.paths:
-            found.append("data.prompts.paths is empty: name at least one file or data set")
-        found += self.regenerate.problems()
+        found = self.prompts.problems() + self.regenerate.problems()
         for key, least in LEAST.items():
             if attrgetter(key)(self) < least:
                 found.append(f"data.{key} must be at least {least}")
-        if not 0 <= self.prompts.max_dropped_share <= 1:
-            found.append("data.prompts.max_dropped_share must lie in [0, 1]")
         if self.tokenize.on_inserted not in ("stop", "mask", "keep"):
             found.append(f"data.tokenize.on_inserted={self.tokenize.on_inserted}: stop, mask or keep")
         found += self.capture.problems() + self._live_problems()

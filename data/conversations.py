@@ -1,4 +1,4 @@
-"""Reads chats of any supported form into one normal form, and the `prompts` stage.
+"""Reads chats of any supported form into one normal form.
 
 A row is used in one of two ways. As a *prompt*, its assistant turns are removed: the target
 answers the system and user turns itself. *As it is*, it must alternate user and assistant.
@@ -7,17 +7,14 @@ answers the system and user turns itself. *As it is*, it must alternate user and
 import hashlib
 import json
 import operator
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from slipstream.data.config import PromptsConfig
-from slipstream.data.files import Stage, append_jsonl, atomic_path, file_hash, read_json, read_jsonl, text
+from slipstream.data.files import read_json, read_jsonl, text
 from slipstream.data.hub import hub_answers
-from slipstream.data.progress import say
 from slipstream.data.types import Conversation, GeneratedConversation, GeneratedTurn, Message
 
 PROMPTS_FILE = "prompts.jsonl"
@@ -67,7 +64,7 @@ def content_id(messages: Iterable[Message]) -> str:
 def read_source(
     path: str, split: str = "train", *, as_prompts: bool = False, key: str = PATHS_KEY
 ) -> Iterator[Conversation | Dropped]:
-    """Reads one source row by row: a path as in `PromptsConfig.paths`.
+    """Reads one source row by row: a path of a `PromptSource`.
 
     Raises:
         ValueError: the source as a whole cannot be read; names `key`, the setting it comes from.
@@ -254,69 +251,18 @@ def _alternating(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(messages[:num_kept])
 
 
-def load_prompts(config: PromptsConfig, *, key: str = PATHS_KEY) -> tuple[list[Conversation], dict[str, Any]]:
-    """All sources as prompts, one of each id, sorted by id, limited; and the counts of rows.
-
-    Raises:
-        ValueError: a source is missing, nothing is left, or too many rows were dropped; the message
-            names `key`, the setting that lists the sources.
-    """
-    prompts: dict[str, Conversation] = {}
-    reasons: Counter[str] = Counter()
-    num_rows, first_bad = 0, ""
-    for path in config.paths:
-        for row in read_source(path, config.split, as_prompts=True, key=key):
-            num_rows += 1
-            if isinstance(row, Dropped):
-                reasons[row.reason] += 1
-                first_bad = first_bad or f"{row.where} ({row.reason})"
-            else:
-                prompts.setdefault(row.id, row)
-    num_bad = reasons.total()
-    if num_rows and num_bad / num_rows > config.max_dropped_share:
-        counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items()))
-        raise ValueError(
-            f"{key}: {num_bad} of {num_rows} rows cannot be used ({counts}), first {first_bad}: "
-            f"mend the source{' or raise data.prompts.max_dropped_share' if key == PATHS_KEY else ''}"
-        )
-    if not prompts:
-        raise ValueError(f"{key}: no prompt in {', '.join(config.paths)}")
-    kept = [prompt for _, prompt in sorted(prompts.items())][: config.limit or None]
-    facts = {
-        "rows_read": num_rows,
-        "kept": len(kept),
-        "duplicates": num_rows - num_bad - len(prompts),
-        "dropped": dict(sorted(reasons.items())),
-    }
-    return kept, facts
-
-
-def run(config: PromptsConfig, folder: Path) -> None:
-    """The `prompts` stage: sources to `prompts.jsonl`."""
-    files = {path: source_files(path) for path in config.paths}
-    hashes = {path: [file_hash(file) for file in found] for path, found in files.items() if found}
-    stage = Stage(folder, "prompts", {**asdict(config), "source_hashes": hashes})
-    if stage.is_complete:
-        return
-    prompts, facts = load_prompts(config)
-    stage.begin()
-    with atomic_path(folder / PROMPTS_FILE) as temporary:
-        append_jsonl(temporary, (prompt.row() for prompt in prompts))
-    stage.complete([PROMPTS_FILE], **facts)
-    say(f"prompts      {facts['kept']:,} kept of {facts['rows_read']:,} rows, dropped: {facts['dropped']}")
-
-
 def read_conversations(path: Path) -> list[Conversation]:
     """Reads `prompts.jsonl`; ValueError names a line that is not as it was written."""
-    return read_jsonl(path, _prompt)
+    return read_jsonl(path, parse_prompt)
 
 
 def read_answers(path: Path) -> list[GeneratedConversation]:
     """Reads `answers.jsonl`; ValueError names a line that is not as it was written."""
-    return read_jsonl(path, _answer)
+    return read_jsonl(path, parse_answer)
 
 
-def _prompt(row: Any) -> Conversation:
+def parse_prompt(row: Any) -> Conversation:
+    """A row of `prompts.jsonl`."""
     messages = _messages(row)
     if all(message.role != "user" for message in messages):
         raise ValueError("no user turn")
@@ -324,7 +270,8 @@ def _prompt(row: Any) -> Conversation:
     return Conversation(id=text(row["id"]), messages=messages, category=text(row["category"]), tools=tools)
 
 
-def _answer(row: Any) -> GeneratedConversation:
+def parse_answer(row: Any) -> GeneratedConversation:
+    """A row of `answers.jsonl`."""
     messages = _messages(row)
     turns = tuple(
         GeneratedTurn(

@@ -10,9 +10,11 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 
@@ -109,11 +111,68 @@ def read_jsonl(path: Path, parse: Callable[[Any], Any] = dict) -> list[Any]:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))
-    rows = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        with reading(path, line=number):
-            rows.append(parse(json.loads(line)))
-    return rows
+    return [_parsed_line(path, number, line, parse) for number, line in enumerate(whole.splitlines(), 1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """Where a row of a JSONL file stands."""
+
+    number: int
+    """Counts from 1."""
+    start: int
+    """Offset in bytes."""
+
+
+def index_jsonl(path: Path, parse: Callable[[Any], Any]) -> Iterator[tuple[Any, Line]]:
+    """What `parse` makes of each row of a complete JSONL file, and where the row stands.
+
+    With `read_lines` this reads a file of any size in any order.
+
+    Raises:
+        ValueError: as `read_jsonl`.
+    """
+    start = 0
+    with reading(path):
+        stream = path.open("rb")
+    with stream:
+        for number, line in enumerate(stream, 1):
+            yield _parsed_line(path, number, line, parse), Line(number=number, start=start)
+            start += len(line)
+
+
+def read_lines(path: Path, lines: Iterable[Line], parse: Callable[[Any], Any] = dict) -> Iterator[Any]:
+    """The rows that stand at `lines`, in their order; raises as `read_jsonl`."""
+    with reading(path):
+        stream = path.open("rb")
+    with stream:
+        for line in lines:
+            stream.seek(line.start)
+            yield _parsed_line(path, line.number, stream.readline(), parse)
+
+
+def _parsed_line(path: Path, number: int, line: bytes, parse: Callable[[Any], Any]) -> Any:
+    with reading(path, line=number):
+        return parse(json.loads(line))
+
+
+@contextlib.contextmanager
+def draft_of(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside the folder of `path`, for an output that may yet be refused.
+
+    The block moves it to `path` when nothing can go wrong any more.
+    """
+    temporary = path.parent.with_name(f".{path.parent.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def scratch_file(folder: Path) -> IO[bytes]:
+    """A file without a name on the disk of `folder`, which need not exist."""
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    return tempfile.TemporaryFile(dir=existing)
 
 
 def text(value: Any) -> str:

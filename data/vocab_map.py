@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
@@ -12,7 +13,7 @@ from slipstream.data.files import Stage, atomic_path, reading, stage_fingerprint
 from slipstream.data.progress import say
 from slipstream.data.target.resolve import Target
 from slipstream.data.template import stop_token_ids
-from slipstream.data.tokenize import read_samples
+from slipstream.data.tokenize import read_tables
 from slipstream.data.types import VocabMap
 
 MAP_FILE = "vocab_map.safetensors"
@@ -56,8 +57,11 @@ def build_vocab_map(
 
 def supervised_counts(tokens_folder: Path, vocab_size: int) -> NDArray[np.int64]:
     """How often each target id is supervised in the training split, `[V]`."""
-    ids_P = torch.cat([s.input_ids_T[s.loss_mask_T] for s in read_samples(tokens_folder, "train")])
-    counts_V: NDArray[np.int64] = torch.bincount(ids_P, minlength=vocab_size).numpy()
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    for rows in read_tables(tokens_folder):
+        train = rows.filter(pc.equal(rows["split"], "train"))
+        ids_T, mask_T = (pc.list_flatten(train[name]).to_numpy() for name in ("input_ids", "loss_mask"))
+        counts_V += np.bincount(ids_T[mask_T.astype(bool)], minlength=vocab_size)
     return counts_V
 
 

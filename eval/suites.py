@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.data.choosing import load_prompts
 from slipstream.data.config import PromptsConfig
-from slipstream.data.conversations import ROLES, content_id, load_prompts
+from slipstream.data.conversations import ROLES, content_id
 from slipstream.data.progress import say
 from slipstream.data.types import Conversation, Message
 from slipstream.eval.config import EvalConfig, as_list
@@ -96,7 +97,7 @@ def load_suites(config: EvalConfig) -> dict[str, list[Conversation]]:
     if not names:
         if paths:
             raise ValueError("eval.path names a file and eval.suite no format: add eval.suite=messages")
-        prompts, _ = load_prompts(
+        prompts = load_prompts(
             PromptsConfig(paths=list(config.prompts), limit=config.limit), key="eval.prompts"
         )
         return {"prompts": prompts}

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.data.choosing import load_prompts
 from slipstream.data.config import Dtype, PromptsConfig, Source
-from slipstream.data.conversations import load_prompts, source_files
+from slipstream.data.conversations import source_files
 from slipstream.data.files import is_complete, read_manifest
 from slipstream.data.sizes import Counts, estimate_bytes
 from slipstream.data.template import RefusedError, render_prompt
@@ -36,9 +37,9 @@ def num_weights(run: "Run") -> int:
 def local_prompts(run: "Run") -> "list[Conversation]":
     """The recipe's prompts where they are files, else our own held-out ones."""
     config = run.recipe.data.prompts
-    if any(source_files(path) is None for path in config.paths):
+    if any(source_files(source.path) is None for source in config.sources()):
         config = PromptsConfig(paths=["builtin:heldout"])
-    return load_prompts(config)[0]
+    return load_prompts(config)
 
 
 def disk_bytes(run: "Run") -> tuple[int, str]:
@@ -69,7 +70,10 @@ def _num_tokens(run: "Run") -> tuple[int, int, str]:
     if is_complete(run.path("tokens")):
         facts = read_manifest(run.path("tokens"))["facts"]
         return facts["tokens"], facts["supervised_tokens"], f"{facts['tokens']:,} tokens"
-    prompts, is_local = local_prompts(run), all(source_files(path) is not None for path in data.prompts.paths)
+    prompts, is_local = (
+        local_prompts(run),
+        all(source_files(source.path) is not None for source in data.prompts.sources()),
+    )
     lengths = [_length(run, prompt) for prompt in prompts[:NUM_MEASURED]]
     num_prompts = len(prompts) if is_local else data.prompts.limit
     source = f"{num_prompts:,} prompts with full answers"

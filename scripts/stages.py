@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from slipstream.data.config import RECORDED
 from slipstream.data.files import (
     MANIFEST,
     Stage,
@@ -160,6 +161,8 @@ class Run:
         from slipstream.eval.room import check_room
 
         self.check_head()
+        if self.recipe.data.prompts.heldout_share:
+            self.run("prompts")  # what is measured on is set aside there
         check_room(self.target, self.held_out, self.recipe.eval.max_new_tokens)
 
     def check_head(self) -> None:
@@ -192,14 +195,22 @@ class Run:
 
     def _prompts(self) -> None:
         """Reads the prompts into one normal form."""
-        from slipstream.data import conversations
+        from slipstream.data import choosing
 
-        conversations.run(self.recipe.data.prompts, self.path("prompts"))
+        choosing.run(
+            self.recipe.data.prompts,
+            self.path("prompts"),
+            with_answers=self.recipe.data.regenerate.backend == RECORDED,
+        )
 
     def _regenerate(self) -> None:
         """Lets the target answer the prompts."""
-        from slipstream.data import regenerate
+        from slipstream.data import recorded, regenerate
         from slipstream.eval.engines.environment import engine_python
+
+        if self.recipe.data.regenerate.backend == RECORDED:
+            recorded.run(self.path("prompts"), self.path("regenerated"))
+            return
 
         if not is_complete(self.path("regenerated")):
             self.check_head()

@@ -6,6 +6,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from slipstream.data.config import Source
 from slipstream.recipes.schema import Recipe, check_keys, known_keys, nearest_key, register, unknown_key
 from slipstream.scripts.plan import print_plan
 from slipstream.scripts.stages import Run
@@ -28,10 +29,12 @@ def load(name: str, *overrides: str) -> Recipe:
 @pytest.mark.parametrize("name", NAMES)
 def test_plan(name: str, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [f"run_dir={tmp_path}"]
-    if name in ("tiny", "tiny-eagle3.1", "eagle3"):
+    if name in ("tiny", "tiny-eagle3.1", "eagle3", "domain"):
         overrides += [f"target.name={tiny_target}", "drafter.draft_vocab_size=0"]
-    if name == "eagle3":
+    if name in ("eagle3", "domain"):
         overrides += ["data.prompts.paths=[x.jsonl]"]
+    if name == "domain":
+        overrides += ["train.init_from=general"]
     print_plan(Run(load(name, *overrides)))
     printed = capsys.readouterr().out
     for word in (
@@ -159,3 +162,10 @@ def test_a_partial_geometry_does_not_plan(tiny_target: Path, tmp_path: Path) -> 
     print_plan(Run(load("tiny", *own)))
     with pytest.raises(ValueError, match=r"target.geometry.hidden_size says 65"):
         print_plan(Run(load("tiny", *own[:2], "+target.geometry.hidden_size=65")))
+
+
+def test_sources_carry_weights_on_the_command_line() -> None:
+    prompts = load("tiny", "data.prompts.paths=[{path: a.jsonl, weight: 2}, b.jsonl]").data.prompts
+    assert prompts.sources() == [Source(path="a.jsonl", weight=2), Source(path="b.jsonl")]
+    with pytest.raises(ValueError, match=r"data.prompts.paths\[0\].wieght: no such key"):
+        load("tiny", "data.prompts.paths=[{path: a.jsonl, wieght: 2}]")

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -48,7 +49,13 @@ def num_workers(asked: int, target: Target, num_tasks: int) -> int:
 
 
 def ordered(
-    make: Callable[[Target], Work], target: Target, tasks: Sequence[Any], *, workers: int, on_step: OnStep
+    make: Callable[[Target], Work],
+    target: Target,
+    tasks: Sequence[Any],
+    *,
+    workers: int,
+    on_step: OnStep,
+    stage: str = "regenerate",
 ) -> Iterator[Any]:
     """Results of the tasks, in their order.
 
@@ -58,6 +65,7 @@ def ordered(
         tasks: picklable.
         workers: processes; 1 works in this one.
         on_step: progress of all of them.
+        stage: section of the recipe that `workers` comes from.
 
     Raises:
         ValueError: a process died.
@@ -71,9 +79,10 @@ def ordered(
     index = context.Value("i", 0)
     setup = (make, target, workers, index, counts)
     with ProcessPoolExecutor(workers, context, _start, setup) as pool, _stopped_on_error():
-        futures = [pool.submit(_run, task) for task in tasks]
+        futures = deque(pool.submit(_run, task) for task in tasks)
         seen = [0, 0]
-        for future in futures:
+        while futures:
+            future = futures.popleft()  # a result that was taken is not kept
             for _ in _until_done(future):
                 now = [count.value for count in counts]
                 on_step(now[0] - seen[0], now[1] - seen[1])
@@ -82,8 +91,8 @@ def ordered(
                 yield future.result()
             except BrokenProcessPool:
                 raise ValueError(
-                    "a process of regenerate died, most likely for want of memory: lower "
-                    f"data.regenerate.workers ({workers} now) or data.regenerate.batch_size and start again"
+                    f"a process of {stage} died, most likely for want of memory: lower "
+                    f"data.{stage}.workers ({workers} now) and start again"
                 ) from None
 
 

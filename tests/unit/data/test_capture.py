@@ -16,7 +16,7 @@ from slipstream.data.cache import HiddenStateCache, shard_name
 from slipstream.data.config import CaptureConfig, Dtype, Store, TeacherStore
 from slipstream.data.files import Stage, file_hash, read_json
 from slipstream.data.target.model import load_model
-from slipstream.data.tokenize import TOKENS_FILE, write_rows
+from slipstream.data.tokenize import TOKENS_FILE, as_table, write_tables
 from slipstream.data.types import TokenizedSample
 
 NUM_LAYERS = 4
@@ -89,7 +89,7 @@ def tokens(tmp_path: Path) -> Path:
 def make_tokens(folder: Path, samples: Sequence[TokenizedSample]) -> Path:
     """A complete tokens stage."""
     stage = Stage(folder, "tokenize", {"max_length": 64})
-    write_rows(folder / TOKENS_FILE, samples)
+    write_tables(folder / TOKENS_FILE, [as_table(samples)])
     stage.complete([TOKENS_FILE])
     return folder
 

@@ -1,23 +1,18 @@
 """One normal form: bad rows are dropped with a reason, equal text has one id, prompts are stable."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.data import conversations
-from slipstream.data.config import PromptsConfig
 from slipstream.data.conversations import (
     Dropped,
-    load_prompts,
     read_answers,
     read_conversations,
     read_source,
 )
-from slipstream.data.files import file_hash, read_json
-from slipstream.data.types import Conversation, Message
+from slipstream.data.types import Conversation
 
 USER, ASSISTANT = {"role": "user", "content": "Hi  there"}, {"role": "assistant", "content": "Hello.\n"}
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -91,15 +86,6 @@ def test_odd_files(tmp_path: Path) -> None:
     whole.write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"whole\.json is not valid JSON"):
         list(read_source(str(whole)))
-
-
-def test_a_name_that_is_no_file_is_not_searched_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    with pytest.raises(ValueError, match="eval.prompts: nofile is neither a file nor a data set with split"):
-        load_prompts(PromptsConfig(paths=["nofile"]), key="eval.prompts")
-    assert datasets.config.HF_HUB_OFFLINE, "datasets would have tried again and again"
 
 
 def test_a_chat_ends_with_its_last_answer(tmp_path: Path) -> None:
@@ -203,61 +189,6 @@ def test_builtin_prompts(tmp_path: Path) -> None:
     assert not {row.id for row in train} & {row.id for row in heldout}  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="choose from heldout, train"):
         list(read_source("builtin:other"))
-
-
-def prompt_rows(num: int) -> list[Any]:
-    """Distinct usable rows."""
-    return [
-        {"category": "c", "messages": [{"role": "user", "content": f"Question {i}?"}]} for i in range(num)
-    ]
-
-
-def test_stage_deduplicates_sorts_limits_and_counts(tmp_path: Path) -> None:
-    rows = [*prompt_rows(40), prompt_rows(1)[0], "not json", ""]
-    source = write_jsonl(tmp_path / "a.jsonl", rows)
-    reordered = write_jsonl(tmp_path / "b.jsonl", rows[::-1])
-    for name, path in (("one", source), ("two", reordered)):
-        conversations.run(PromptsConfig(paths=[path], limit=30), tmp_path / name)
-    facts = read_json(tmp_path / "one/manifest.json")["facts"]
-    assert facts == {"rows_read": 42, "kept": 30, "duplicates": 1, "dropped": {"not a JSON object": 1}}
-    assert file_hash(tmp_path / "one/prompts.jsonl") == file_hash(tmp_path / "two/prompts.jsonl")
-    prompts = read_conversations(tmp_path / "one/prompts.jsonl")
-    assert prompts == sorted(prompts, key=lambda prompt: prompt.id)
-    assert prompts[0].category == "c"
-    assert isinstance(prompts[0].messages[0], Message)
-    assert max(Counter(prompt.id for prompt in prompts).values()) == 1
-
-
-def test_stage_refuses_bad_sources_and_leaves_nothing(tmp_path: Path) -> None:
-    bad = write_jsonl(tmp_path / "bad.jsonl", [*prompt_rows(9), {"messages": []}])
-    empty = write_jsonl(tmp_path / "empty.jsonl", [])
-    broken = tmp_path / "broken.json"
-    broken.write_text("[{]")
-    cases = {
-        bad: r"1 of 10 rows cannot be used \(no messages: 1\), first .*bad.jsonl:10 ",
-        empty: "no prompt in",
-        str(broken): "broken.json is not valid JSON",
-        str(tmp_path / "missing.jsonl"): "missing.jsonl does not exist",
-    }
-    for path, message in cases.items():
-        with pytest.raises(ValueError, match=message):
-            conversations.run(PromptsConfig(paths=[path]), tmp_path / "prompts")
-        with pytest.raises(ValueError, match=message) as refused:
-            load_prompts(PromptsConfig(paths=[path]), key="eval.prompts")
-        assert "data.prompts" not in str(refused.value)
-        assert not (tmp_path / "prompts").exists()
-
-
-def test_stage_is_not_repeated_and_notices_a_changed_source(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", prompt_rows(3))
-    config = PromptsConfig(paths=[source])
-    conversations.run(config, tmp_path / "prompts")
-    written = (tmp_path / "prompts/prompts.jsonl").stat().st_mtime_ns
-    conversations.run(config, tmp_path / "prompts")
-    assert (tmp_path / "prompts/prompts.jsonl").stat().st_mtime_ns == written
-    write_jsonl(tmp_path / "a.jsonl", prompt_rows(4))
-    with pytest.raises(ValueError, match="source_hashes"):
-        conversations.run(config, tmp_path / "prompts")
 
 
 PROMPT = {"id": "p", "category": "", "messages": [USER]}

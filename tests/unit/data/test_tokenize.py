@@ -22,11 +22,13 @@ from slipstream.data.target.resolve import Target
 from slipstream.data.template import ChatTemplate, RefusedError, render_prompt, stop_token_ids
 from slipstream.data.tokenize import (
     TOKENS_FILE,
+    MaskCounts,
+    as_table,
     check_masks,
     fit_length,
     read_samples,
     validation_prompts,
-    write_rows,
+    write_tables,
 )
 from slipstream.data.types import GeneratedConversation, GeneratedTurn, Message, TokenizedSample
 
@@ -237,8 +239,11 @@ def test_mask_gate(masks: list[list[int]], message: str) -> None:
         )
         for i, mask in enumerate(masks)
     ]
+    counts = MaskCounts()
+    for row in rows:
+        counts.add(row)
     with pytest.raises(ValueError, match=message):
-        check_masks(rows, TokenizeConfig(), "in the test")
+        check_masks(counts, TokenizeConfig(), "in the test")
 
 
 def test_split_is_by_prompt_and_never_empty() -> None:
@@ -314,7 +319,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"answers\.jsonl holds no answer: delete {answers} to make it"):
         tokenize.run(TokenizeConfig(), target, answers, folder, 0.0)
     file = folder / TOKENS_FILE
-    write_rows(file, [])
+    write_tables(file, [as_table([])])
     assert read_samples(folder) == []
     for content in (file.read_bytes()[:-20], b"", None):
         file.unlink() if content is None else file.write_bytes(content)

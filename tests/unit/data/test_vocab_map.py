@@ -13,7 +13,7 @@ from slipstream.data import vocab_map
 from slipstream.data.files import Stage, file_hash, read_json
 from slipstream.data.target.resolve import Target
 from slipstream.data.target.toy import toy_tokenizer
-from slipstream.data.tokenize import TOKENS_FILE, write_rows
+from slipstream.data.tokenize import TOKENS_FILE, as_table, write_tables
 from slipstream.data.types import TokenizedSample, VocabMap
 from slipstream.data.vocab_map import MAP_FILE, build_vocab_map, read_vocab_map, supervised_counts
 
@@ -83,7 +83,7 @@ def make_tokens(folder: Path) -> Path:
         for name, answer in (("a", [5] * 6), ("b", [6] * 3), ("c", [7]), ("v", [8] * 50))
     ]
     stage = Stage(folder, "tokens", {})
-    write_rows(folder / TOKENS_FILE, rows)
+    write_tables(folder / TOKENS_FILE, [as_table(rows)])
     stage.complete([TOKENS_FILE])
     return folder
 
