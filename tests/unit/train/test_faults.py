@@ -1,4 +1,4 @@
-"""SIGTERM as a flag, and how many steps in a row may be skipped; runs on ranks are in tests/e2e/test_faults.py."""
+"""SIGTERM as a flag, and how many steps may be skipped; runs on ranks: tests/e2e/test_faults.py."""
 
 import os
 import signal
