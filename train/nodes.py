@@ -40,12 +40,14 @@ def check_copies(settings: Callable[[], Mapping[str, Any]], folders: Sequence[Pa
     wanted, nodes = distributed.from_rank_0(own), distributed.from_all_ranks(node_name())
     different = sorted(key for key in wanted.keys() | own.keys() if wanted.get(key) != own.get(key))
     if different and wanted and not problem:
-        problem = f"{', '.join(different)} differ from rank 0's: copy the run's folder from its node again"
-    _raise_first(problem)
-    if len(set(nodes)) > 1:
+        problem = f"{', '.join(different)} not as on rank 0: copy the run's folder from its node again"
+    is_one = len(set(nodes)) == 1
+    _raise_first(problem if is_one or not problem else f"{node_name()}: {problem}")
+    if not is_one:
         mine = [rank for rank, node in enumerate(nodes) if node == node_name()]
         part = slice(mine.index(distributed.rank()), None, len(mine))
-        _raise_first(next(filter(None, (_damaged(folder, part) for folder in folders)), ""))
+        damaged = next(filter(None, (_damaged(folder, part) for folder in folders)), "")
+        _raise_first(damaged and f"{node_name()}: {damaged}")
         if part.start == 0:
             for folder in folders:
                 write_text(_stamp(folder), _state(folder))
@@ -53,7 +55,7 @@ def check_copies(settings: Callable[[], Mapping[str, Any]], folders: Sequence[Pa
 
 
 def _raise_first(problem: str) -> None:
-    problems = distributed.from_all_ranks(problem and f"{node_name()}: {problem}")
+    problems = distributed.from_all_ranks(problem)
     if any(problems):
         raise ValueError(next(filter(None, problems)))
 

@@ -138,4 +138,4 @@ def test_a_node_whose_copy_differs_is_named(results: Results) -> None:
     assert found["byte"]["codes"] == found["seed"]["codes"] == [2, 2]
     assert "(node 1): " in found["byte"]["log"]
     assert "node-1/stage/shard-1 is not the file that the manifest names" in found["byte"]["log"]
-    assert "(node 1): seed differ from rank 0's: copy the run's folder" in found["seed"]["log"]
+    assert "(node 1): seed not as on rank 0: copy the run's folder" in found["seed"]["log"]
