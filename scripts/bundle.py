@@ -117,3 +117,11 @@ def _medusa(
 
 
 _BUNDLES = {"eagle3": _eagle3, "eagle1": _eagle1, "medusa": _medusa}
+METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa"}
+"""Kind of head -> vLLM's name of the method."""
+
+
+def served_depth(geometry: DraftGeometry, recipe: Recipe) -> int:
+    """Positions an engine drafts: of Medusa no more than it has heads, or vLLM makes up further ones."""
+    k = recipe.eval.num_draft_tokens
+    return min(k, geometry.num_heads) if recipe.drafter.kind == "medusa" else k

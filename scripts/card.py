@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.data.files import is_complete, read_json, read_manifest, write_text
-from slipstream.drafters.config import DraftGeometry, Engine, Form
+from slipstream.drafters.config import Engine, Form
 from slipstream.recipes.schema import Recipe
+from slipstream.scripts.bundle import METHODS, served_depth
 from slipstream.scripts.replay import checked_engines
 
 if TYPE_CHECKING:
     from slipstream.scripts.stages import Run
 
 CARD = "README.md"
-METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa"}
-"""Kind of head -> vLLM's name of the method."""
 KINDS = {"eagle1": "EAGLE-1", "medusa": "Medusa"}
 
 
@@ -136,12 +135,6 @@ def _acceptance(measured: Measured | None) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def served_depth(geometry: DraftGeometry, recipe: Recipe) -> int:
-    """Positions an engine drafts: of Medusa no more than it has heads, or vLLM makes up further ones."""
-    k = recipe.eval.num_draft_tokens
-    return min(k, geometry.num_heads) if recipe.drafter.kind == "medusa" else k
 
 
 def _commands(recipe: Recipe, target: str, k: int) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 from slipstream.data.files import file_hash, read_json, write_json
 from slipstream.drafters.checkpoint_format import WEIGHTS
 from slipstream.drafters.config import Engine
-from slipstream.scripts.card import METHODS, served_depth
+from slipstream.scripts.bundle import METHODS, served_depth
 
 if TYPE_CHECKING:
     from slipstream.eval.engines.replay import Finding

@@ -10,7 +10,8 @@ import pytest
 from slipstream.data.files import read_json
 from slipstream.data.target.toy import toy_chat
 from slipstream.data.vocab_map import read_vocab_map
-from slipstream.scripts.stages import INPUTS, Run
+from slipstream.scripts.graph import INPUTS
+from slipstream.scripts.stages import Run
 from tests.test_recipes import load
 
 pytestmark = pytest.mark.slow
