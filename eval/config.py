@@ -97,3 +97,9 @@ def as_list(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
     return [value] if value != "" else []
+
+
+def uses_export(config: EvalConfig) -> bool:
+    """Whether an entry of eval.drafter reads this run's own bundle."""
+    without = ("prompt_lookup", "autoregressive")
+    return any("@" not in entry and entry not in without for entry in as_list(config.drafter))

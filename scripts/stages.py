@@ -1,11 +1,10 @@
 """The stages of a recipe, wired: every command runs one of them, `pipeline` runs them in order.
 
-Heavy libraries are imported by the stages that need them, so `--help` and bad input answer at once.
+Heavy libraries are imported by the stages that need them, so bad input is answered at once.
 """
 
 import dataclasses
 import functools
-import json
 import os
 import time
 from collections.abc import Callable
@@ -20,16 +19,15 @@ from slipstream.data.files import (
     Stage,
     is_complete,
     read_manifest,
-    reading,
     stage_fingerprint,
     value_hash,
-    write_json,
     write_text,
 )
 from slipstream.data.progress import is_main_process, say
 from slipstream.drafters.config import DraftGeometry, Engine, resolve_geometry, sglang_refusals
-from slipstream.eval.config import EvalConfig, as_list
+from slipstream.eval.config import uses_export
 from slipstream.recipes.schema import Recipe
+from slipstream.scripts.clock import read_seconds, seconds_before, write_seconds
 from slipstream.scripts.graph import DATA_STAGES, inputs_of, stages_of
 from slipstream.train.config import NOT_IDENTITY
 
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
     from slipstream.drafters.importer import ImportedHead
     from slipstream.eval.comparison import Comparison
     from slipstream.scripts.sources import States
-
-SECONDS = "seconds.json"
 
 RECIPE = "recipe.yaml"
 """What a run was started with, in its folder."""
@@ -71,15 +67,15 @@ class Run:
         """
         if stage == "train":
             self._prepare_data()
-        for needed in (
-            inputs_of(self.recipe, stage) if stage != "evaluation" or uses_export(self.recipe.eval) else ()
-        ):
-            self.require(needed)
+        if stage != "evaluation" or uses_export(self.recipe.eval):
+            for needed in inputs_of(self.recipe, stage):
+                self.require(needed)
         if is_complete(self.path(stage)) or not is_main_process():
             return self.method(stage)()
-        seconds, start = self._seconds_before(stage), time.monotonic()
+        home, folder = self._home(stage), self.path(stage)
+        seconds, start = seconds_before(home, folder), time.monotonic()
         result = self.method(stage)()
-        self._write_seconds(stage, seconds + time.monotonic() - start)
+        write_seconds(home, folder, seconds + time.monotonic() - start)
         if stage != "evaluation":
             settings = OmegaConf.to_yaml(OmegaConf.structured(self.recipe))
             write_text(self.folder / RECIPE, settings)
@@ -104,31 +100,11 @@ class Run:
 
     def seconds(self) -> dict[str, float]:
         """Seconds that stages took, over all restarts, by folder."""
-        return _read_seconds(Path(self.recipe.data_dir) / SECONDS) | _read_seconds(self.folder / SECONDS)
+        return read_seconds(Path(self.recipe.data_dir)) | read_seconds(self.folder)
 
     def seconds_key(self, stage: str) -> str:
         """Key of a stage in `seconds`."""
         return str(self.path(stage).relative_to(self._home(stage)))
-
-    def _seconds_before(self, stage: str) -> float:
-        """Seconds of runs that were stopped: each counts up to the last file it wrote."""
-        manifest, log = self.path(stage) / MANIFEST, self._home(stage) / SECONDS
-        if not manifest.exists():
-            return 0.0
-        counted = self.seconds().get(self.seconds_key(stage), 0.0)
-        since = max(file.stat().st_mtime for file in (manifest, log) if file.exists())
-        until = max(file.stat().st_mtime for file in self.path(stage).rglob("*"))
-        if until > since:
-            counted += until - since
-            self._write_seconds(stage, counted)
-        return counted
-
-    def _write_seconds(self, stage: str, seconds: float) -> None:
-        home = self._home(stage)
-        for leftover in home.glob(".*.tmp"):
-            if time.time() - leftover.stat().st_mtime > 60:  # of a killed process, not of one that writes now
-                leftover.unlink()
-        write_json(home / SECONDS, _read_seconds(home / SECONDS) | {self.seconds_key(stage): seconds})
 
     @functools.cached_property
     def target(self) -> "Target":
@@ -273,6 +249,8 @@ class Run:
         if is_alone and is_complete(folder):
             Stage(folder, "train", self._train_settings())
             return
+        import torch
+
         from slipstream.scripts.assembly import frozen_target, make_unroller, new_head
         from slipstream.scripts.selecting import make_selection
         from slipstream.train import engine, trainer
@@ -298,7 +276,7 @@ class Run:
             make_unroller(
                 self.recipe,
                 new_head(self.recipe, self.geometry, frozen, start, imported),
-                frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
+                frozen.to(device, getattr(torch, self.recipe.train.deepspeed.dtype.value)),
             ),
             source,
             self.recipe.train,
@@ -416,27 +394,8 @@ class Run:
         return settings
 
 
-def _read_seconds(path: Path) -> dict[str, float]:
-    if not path.exists():
-        return {}
-    with reading(path, way_out="delete it"):
-        return {str(key): float(value) for key, value in dict(json.loads(path.read_bytes())).items()}
-
-
-def uses_export(config: EvalConfig) -> bool:
-    """Whether an entry of eval.drafter reads this run's own bundle."""
-    without = ("prompt_lookup", "autoregressive")
-    return any("@" not in entry and entry not in without for entry in as_list(config.drafter))
-
-
 def plain(config: Any) -> dict[str, Any]:
     """A config section as JSON-able values."""
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-def _torch_dtype(name: str) -> Any:
-    import torch
-
-    return getattr(torch, name)

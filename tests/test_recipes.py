@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from slipstream.data.config import Source
+from slipstream.data.config import PromptSource
 from slipstream.recipes.schema import Recipe, check_keys, known_keys, nearest_key, register, unknown_key
 from slipstream.scripts.plan import print_plan
 from slipstream.scripts.stages import Run
@@ -104,7 +104,7 @@ BAD_VALUES = {
     "train.validate_tokens": ("0",),
     "train.unroll.survival": ("0", "nan"),
     "train.ema": ("-0.1", "1", "nan"),
-    "train.decay_share": ("0", "nan"),
+    "train.decay_share": ("-1", "nan"),
     "train.selection.every": ("-1",),
     "train.selection.num_prompts": ("0",),
     "train.selection.max_new_tokens": ("1",),
@@ -166,6 +166,6 @@ def test_a_partial_geometry_does_not_plan(tiny_target: Path, tmp_path: Path) -> 
 
 def test_sources_carry_weights_on_the_command_line() -> None:
     prompts = load("tiny", "data.prompts.paths=[{path: a.jsonl, weight: 2}, b.jsonl]").data.prompts
-    assert prompts.sources() == [Source(path="a.jsonl", weight=2), Source(path="b.jsonl")]
+    assert prompts.sources() == [PromptSource(path="a.jsonl", weight=2), PromptSource(path="b.jsonl")]
     with pytest.raises(ValueError, match=r"data.prompts.paths\[0\].wieght: no such key"):
         load("tiny", "data.prompts.paths=[{path: a.jsonl, wieght: 2}]")

@@ -17,7 +17,7 @@ AT_LEAST_1 = (
     "save_every",
     "keep_checkpoints",
 )
-ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm", "decay_share", "rank_timeout")
+ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm", "rank_timeout")
 NOT_IDENTITY = (
     "wandb",
     "tensorboard",

@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.data.files import Stage
 from slipstream.recipes.schema import Recipe
+from slipstream.scripts.clock import seconds_before
 from slipstream.scripts.stages import Run
 from tests.test_recipes import load
 
@@ -18,7 +19,7 @@ def tiny(folder: Path, *overrides: str) -> Recipe:
 
 def test_seconds_of_a_killed_run_count(tmp_path: Path) -> None:
     run = Run(tiny(tmp_path))
-    assert run._seconds_before("tokens") == 0.0
+    assert seconds_before(tmp_path, run.path("tokens")) == 0.0
     stage = Stage(run.path("tokens"), "tokens", {})
     stage.begin()
     (stage.folder / "out").write_text("x")
@@ -29,9 +30,9 @@ def test_seconds_of_a_killed_run_count(tmp_path: Path) -> None:
     leftover = tmp_path / ".seconds.json.1.tmp"
     leftover.touch()
     os.utime(leftover, (start, start))
-    assert run._seconds_before("tokens") == pytest.approx(30, abs=0.1)
+    assert seconds_before(tmp_path, run.path("tokens")) == pytest.approx(30, abs=0.1)
     assert not leftover.exists()
-    assert run._seconds_before("tokens") == pytest.approx(30, abs=0.1), "they count once"
+    assert seconds_before(tmp_path, run.path("tokens")) == pytest.approx(30, abs=0.1), "they count once"
     assert run.seconds() == {"tokens": pytest.approx(30, abs=0.1)}
 
 
