@@ -128,9 +128,9 @@ class BatchedHead:
             )
             carried_BD, position_B = carried_BTD[:, 0], position_B + 1
             chosen.append(self._choose(final_BTD[:, 0]))
-        ids_BK = torch.stack([draft_B for draft_B, _ in chosen], dim=1)
+        ids_BK = torch.stack([ids_B for ids_B, _ in chosen], dim=1)
         if self._sampling.is_greedy:
-            return Drafts(ids_BK=ids_BK, probs_BKV=None)
+            return Drafts(ids_BK=ids_BK)
         return Drafts(ids_BK=ids_BK, probs_BKV=torch.stack([probs_BV for _, probs_BV in chosen], dim=1))
 
     def _choose(self, final_BD: Tensor) -> tuple[Tensor, Tensor]:
