@@ -7,8 +7,10 @@ import pytest
 from slipstream.data.config import (
     CaptureConfig,
     DataConfig,
+    OpenAIConfig,
     PromptsConfig,
     RegenerateConfig,
+    SampleConfig,
     TargetConfig,
     TokenizeConfig,
 )
@@ -23,6 +25,12 @@ from slipstream.data.config import (
         ({"prompts": PromptsConfig(paths=["a"], max_dropped_share=1.1)}, "prompts.max_dropped_share"),
         ({"prompts": PromptsConfig(paths=["a"], max_dropped_share=float("nan"))}, "prompts.max_dropped"),
         ({"regenerate": RegenerateConfig(batch_size=0)}, "regenerate.batch_size"),
+        ({"regenerate": RegenerateConfig(backend="tgi")}, "regenerate.backend=tgi: hf, vllm or openai"),
+        ({"regenerate": RegenerateConfig(shard="2/2")}, "regenerate.shard=2/2"),
+        ({"regenerate": RegenerateConfig(shard="a/b")}, "regenerate.shard=a/b"),
+        ({"regenerate": RegenerateConfig(max_failed_share=2.0)}, "regenerate.max_failed_share"),
+        ({"regenerate": RegenerateConfig(samples=[SampleConfig(weight=0)])}, "regenerate.samples[0]"),
+        ({"regenerate": RegenerateConfig(openai=OpenAIConfig(concurrency=0))}, "regenerate.openai.concurr"),
         ({"tokenize": TokenizeConfig(max_length=7)}, "tokenize.max_length"),
         ({"tokenize": TokenizeConfig(min_supervised=0)}, "tokenize.min_supervised"),
         ({"capture": CaptureConfig(tokens_per_forward=0)}, "capture.tokens_per_forward"),
