@@ -93,7 +93,10 @@ class OpenAICompleter:
                 "stop_token_ids": self._stop_ids,
                 "skip_special_tokens": False,
                 "return_token_ids": True,
-                **({"top_k": sampling.top_k} if sampling.top_k else {}),
+                # Named, or a server takes what the model's generation_config.json says.
+                "top_k": sampling.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
             }
         return self._answer(await self._request("POST", "completions", body))
 

@@ -35,13 +35,14 @@ START_SECONDS = 300
 
 @contextlib.contextmanager
 def vllm_server(target: Target, log: Path) -> Iterator[str]:
-    """`vllm serve` on loopback; gives the base URL."""
+    """A real vLLM server on loopback; gives the base URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        str(engine_python("vllm").parent / "vllm"),
-        *("serve", str(target.path), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        str(engine_python("vllm")),  # what `vllm serve` runs; its CPU build has no such command
+        *("-m", "vllm.entrypoints.openai.api_server", "--model", str(target.path)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(1 << 28)),
     ]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

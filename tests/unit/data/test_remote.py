@@ -179,6 +179,7 @@ def test_a_faulty_server_loses_and_duplicates_nothing(
     assert 1 < server.most_in_flight <= 6 + len(WAYS)  # what the client gave up still sleeps there
     asked = Counter((tuple(body["prompt"]), body["seed"]) for body in server.bodies)
     assert max(asked.values()) >= 2 and len({seed for _, seed in asked}) == len(asked)
+    assert all((body["top_k"], body["repetition_penalty"]) == (-1, 1.0) for body in server.bodies)
     facts = read_json(tmp_path / "manifest.json")["facts"]
     assert facts["finish_reasons"] == {"stop": 30, "length": 2}
     num_requests = len(server.bodies)
