@@ -6,8 +6,9 @@ import torch
 
 from slipstream.data.cache import STORAGE_DTYPES
 from slipstream.data.capture import estimate_bytes
+from slipstream.data.choosing import load_prompts
 from slipstream.data.config import Dtype, PromptsConfig
-from slipstream.data.conversations import load_prompts, source_files
+from slipstream.data.conversations import source_files
 from slipstream.data.files import is_complete, read_manifest
 from slipstream.data.template import RefusedError, render_prompt
 from slipstream.drafters.registry import DRAFTERS
@@ -37,9 +38,9 @@ def num_weights(run: "Run") -> int:
 def local_prompts(run: "Run") -> "list[Conversation]":
     """The recipe's prompts where they are files, else our own held-out ones."""
     config = run.recipe.data.prompts
-    if any(source_files(path) is None for path in config.paths):
+    if any(source_files(source.path) is None for source in config.sources()):
         config = PromptsConfig(paths=["builtin:heldout"])
-    return load_prompts(config)[0]
+    return load_prompts(config)
 
 
 def disk_bytes(run: "Run") -> tuple[int, str]:

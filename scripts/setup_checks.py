@@ -141,12 +141,13 @@ def _template(run: "Run") -> str:
 
 def _masks(run: "Run") -> str:
     from slipstream.data.template import ChatTemplate, RefusedError, stop_token_ids
-    from slipstream.data.tokenize import check_masks, read_samples
+    from slipstream.data.tokenize import MaskCounts, check_masks, read_samples
 
     recipe = run.recipe
     if is_complete(run.path("tokens")):
         rows = read_samples(run.path("tokens"))[:NUM_ROWS]
-        facts = check_masks(rows, recipe.data.tokenize, f"in {len(rows)} rows of {run.path('tokens')}")
+        when = f"in {len(rows)} rows of {run.path('tokens')}"
+        facts = check_masks(MaskCounts.of(rows), recipe.data.tokenize, when)
         return f"{facts['rows']} rows, {facts['coverage']:.0%} of the tokens supervised"
     tokenizer = run.target.tokenizer()
     stops = stop_token_ids(run.target)

@@ -204,19 +204,15 @@ class Run:
         """Reads the prompts into one normal form."""
         from slipstream.data import choosing
 
-        choosing.run(
-            self.recipe.data.prompts,
-            self.path("prompts"),
-            with_answers=self.recipe.data.regenerate.backend == RECORDED,
-        )
+        with_answers = self.recipe.data.regenerate.backend == RECORDED
+        choosing.run(self.recipe.data.prompts, self.path("prompts"), with_answers=with_answers)
 
     def _regenerate(self) -> None:
         """Lets the target answer the prompts."""
         from slipstream.data import recorded, regenerate
 
         if self.recipe.data.regenerate.backend == RECORDED:
-            recorded.run(self.path("prompts"), self.path("regenerated"))
-            return
+            return recorded.run(self.path("prompts"), self.path("regenerated"))
 
         if not is_complete(self.path("regenerated")):
             self.check_head()
@@ -272,6 +268,8 @@ class Run:
         if is_complete(folder):
             Stage(folder, "train", self._train_settings())
             return
+        import torch
+
         from slipstream.data.cache import HiddenStateCache
         from slipstream.scripts.assembly import frozen_target, make_unroller, new_head
         from slipstream.train import engine, trainer
@@ -290,7 +288,7 @@ class Run:
             make_unroller(
                 self.recipe,
                 new_head(self.recipe, self.geometry, frozen, source, imported),
-                frozen.to(device, _torch_dtype(self.recipe.train.deepspeed.dtype.value)),
+                frozen.to(device, getattr(torch, self.recipe.train.deepspeed.dtype.value)),
             ),
             source,
             self.recipe.train,
@@ -402,9 +400,3 @@ def plain(config: Any) -> dict[str, Any]:
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-def _torch_dtype(name: str) -> Any:
-    import torch
-
-    return getattr(torch, name)
