@@ -216,13 +216,8 @@ class Run:
 
         if not is_complete(self.path("regenerated")):
             self.check_head()
-        regenerate.run(
-            self.recipe.data.regenerate,
-            self.target,
-            self.path("prompts"),
-            self.path("regenerated"),
-            self.recipe.seed,
-        )
+        folders = self.path("prompts"), self.path("regenerated")
+        regenerate.run(self.recipe.data.regenerate, self.target, *folders, self.recipe.seed)
 
     def _tokenize(self) -> None:
         """Renders the answers with the chat template and marks what the target generated."""
