@@ -63,6 +63,14 @@ class MaskCounts:
     full: str | None = None
     """The first row whose mask is all true."""
 
+    @classmethod
+    def of(cls, rows: Iterable[TokenizedSample]) -> "MaskCounts":
+        """The counts of some rows."""
+        counts = cls()
+        for row in rows:
+            counts.add(row)
+        return counts
+
     def add(self, row: TokenizedSample) -> None:
         """Counts one row."""
         self.rows += 1

@@ -147,10 +147,8 @@ def _masks(run: "Run") -> str:
     recipe = run.recipe
     if is_complete(run.path("tokens")):
         rows = read_samples(run.path("tokens"))[:NUM_ROWS]
-        counts = MaskCounts()
-        for row in rows:
-            counts.add(row)
-        facts = check_masks(counts, recipe.data.tokenize, f"in {len(rows)} rows of {run.path('tokens')}")
+        when = f"in {len(rows)} rows of {run.path('tokens')}"
+        facts = check_masks(MaskCounts.of(rows), recipe.data.tokenize, when)
         return f"{facts['rows']} rows, {facts['coverage']:.0%} of the tokens supervised"
     tokenizer = run.target.tokenizer()
     stops = stop_token_ids(run.target)

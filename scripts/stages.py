@@ -173,11 +173,8 @@ class Run:
         """Reads the prompts into one normal form."""
         from slipstream.data import choosing
 
-        choosing.run(
-            self.recipe.data.prompts,
-            self.path("prompts"),
-            with_answers=self.recipe.data.regenerate.backend == RECORDED,
-        )
+        with_answers = self.recipe.data.regenerate.backend == RECORDED
+        choosing.run(self.recipe.data.prompts, self.path("prompts"), with_answers=with_answers)
 
     def _regenerate(self) -> None:
         """Lets the target answer the prompts."""
@@ -185,8 +182,7 @@ class Run:
         from slipstream.eval.engines.environment import engine_python
 
         if self.recipe.data.regenerate.backend == RECORDED:
-            recorded.run(self.path("prompts"), self.path("regenerated"))
-            return
+            return recorded.run(self.path("prompts"), self.path("regenerated"))
 
         if not is_complete(self.path("regenerated")):
             self.check_head()

@@ -62,7 +62,8 @@ def test_a_general_head_is_brought_back_on_domain_text(
     counting = write_prompts(tmp_path / "counting.jsonl", "Count", 40, seed=0)
     stories = write_prompts(tmp_path / "stories.jsonl", "Tell", 75, seed=1)
     general, domain = tmp_path / "general", tmp_path / "domain"
-    run_all("tiny", general, counting, trained_target, "train.epochs=10", f"eval.prompts=[{counting}]")
+    own = run_all("tiny", general, counting, trained_target, "train.epochs=10", f"eval.prompts=[{counting}]")
+    assert own.first.unconditional_K[0] > 0.5, "it knows its own text"
     found = run_all(
         "domain",
         domain,

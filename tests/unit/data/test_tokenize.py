@@ -239,11 +239,8 @@ def test_mask_gate(masks: list[list[int]], message: str) -> None:
         )
         for i, mask in enumerate(masks)
     ]
-    counts = MaskCounts()
-    for row in rows:
-        counts.add(row)
     with pytest.raises(ValueError, match=message):
-        check_masks(counts, TokenizeConfig(), "in the test")
+        check_masks(MaskCounts.of(rows), TokenizeConfig(), "in the test")
 
 
 def test_split_is_by_prompt_and_never_empty() -> None:
