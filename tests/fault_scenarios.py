@@ -94,8 +94,8 @@ def terminated(root: Path) -> Result:
     config = settings(save_every=1000, epochs=6)
     Ranks(root / "terminated-whole", 2, config).wait()
     ranks = Ranks(root / "terminated", 2, config)
-    _until(lambda: (root / "terminated" / "metrics.jsonl").exists())
-    time.sleep(0.1)
+    curves = root / "terminated" / "metrics.jsonl"
+    _until(lambda: curves.exists() and curves.stat().st_size > 0)
     ranks.kill(number=signal.SIGTERM, ranks=slice(1, 2))
     result = _ended(ranks)
     result["step"] = _steps(root / "terminated")
@@ -184,7 +184,7 @@ def lost_rank(root: Path) -> Result:
         ("killed-0", 0, signal.SIGKILL),
         ("stopped-1", 1, signal.SIGSTOP),
     ):
-        ranks = Ranks(root / name, 2, settings(epochs=100))
+        ranks = Ranks(root / name, 2, settings(epochs=100, rank_timeout=8.0))
         _until(lambda: _steps(root / name) >= 2)  # noqa: B023
         ranks.kill(number=number, ranks=slice(victim, victim + 1))
         start, other = time.monotonic(), ranks.pids[1 - victim]

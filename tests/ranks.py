@@ -33,7 +33,6 @@ BASE = TrainConfig(
     log_every=1,
     validate_every=4,
     save_every=1,
-    rank_timeout=8.0,
     wandb=WandbConfig(mode=WandbMode.disabled),
 )
 Prepare = Callable[[MemorySource], None]
