@@ -101,7 +101,7 @@ BAD_VALUES = {
     "train.validate_tokens": ("0",),
     "train.unroll.survival": ("0", "nan"),
     "train.ema": ("-0.1", "1", "nan"),
-    "train.decay_share": ("0", "nan"),
+    "train.decay_share": ("0", "1.1", "nan"),
     "train.selection.every": ("-1",),
     "train.selection.num_prompts": ("0",),
     "train.selection.max_new_tokens": ("1",),

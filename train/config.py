@@ -17,7 +17,7 @@ AT_LEAST_1 = (
     "save_every",
     "keep_checkpoints",
 )
-ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm", "decay_share")
+ABOVE_0 = ("learning_rate", "fc_learning_rate_share", "clip_norm")
 NOT_IDENTITY = (
     "wandb",
     "tensorboard",
@@ -28,7 +28,7 @@ NOT_IDENTITY = (
     "keep_checkpoints",
 )
 """Settings that do not change the trained weights."""
-SHARES = ("warmup_share", "final_lr_share", "decay_share")
+SHARES = ("warmup_share", "final_lr_share")
 
 
 class Schedule(Enum):
@@ -273,6 +273,8 @@ class TrainConfig:
         found = []
         if not 0 <= self.ema < 1:
             found.append("train.ema must lie in [0, 1)")
+        if not 0 < self.decay_share <= 1:
+            found.append("train.decay_share must lie in (0, 1]")
         if self.optimizer is Optimizer.muon and self.deepspeed.zero_stage > 0:
             found.append(
                 f"train.optimizer=muon turns whole matrices and train.deepspeed.zero_stage="
