@@ -10,9 +10,9 @@ from slipstream.data.config import (
     OpenAIConfig,
     PromptsConfig,
     RegenerateConfig,
+    SampleConfig,
     Source,
     Store,
-    SampleConfig,
     TargetConfig,
     TokenizeConfig,
 )
