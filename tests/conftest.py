@@ -14,7 +14,10 @@ os.environ |= {
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
 
 from tests.tiny import make_tiny_target, train_tiny_target
 
@@ -29,3 +32,15 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a small Llama that answers and stops; not to be written to."""
     return train_tiny_target(tmp_path_factory.mktemp("trained") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_are_left() -> Iterator[None]:
+    """A test that trains in this process leaves no process group, and no rank to the commands of the next."""
+    before = dict(os.environ)
+    yield
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in before:
+            os.environ.pop(name, None)
+    if dist.is_initialized():
+        dist.destroy_process_group()

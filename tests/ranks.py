@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.data.files import Stage
 from slipstream.train import checkpoint, engine, trainer
 from slipstream.train.config import DeepSpeedConfig, TrainConfig, WandbConfig, WandbMode
+from slipstream.train.selection import Selection
 from slipstream.train.ttt import Unroller
 from tests.heads import MemorySource, make_frozen, make_geometry, make_head, make_sample
 
@@ -61,6 +62,7 @@ def _fit(folder: Path, config: TrainConfig, prepare: Prepare) -> None:
         stage=Stage(folder, "train", {}),
         seed=5,
         device=device,
+        selection=Selection(config.selection, folder),
     )
     if engine.rank() == 0:
         tensors = checkpoint.read_head(folder / f"step-{state.step:07d}" / checkpoint.HEAD)

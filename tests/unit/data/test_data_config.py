@@ -27,7 +27,10 @@ from slipstream.data.config import (
         ({"prompts": PromptsConfig(paths=["a"], max_dropped_share=1.1)}, "prompts.max_dropped_share"),
         ({"prompts": PromptsConfig(paths=["a"], max_dropped_share=float("nan"))}, "prompts.max_dropped"),
         ({"regenerate": RegenerateConfig(batch_size=0)}, "regenerate.batch_size"),
-        ({"regenerate": RegenerateConfig(backend="tgi")}, "regenerate.backend=tgi: hf, vllm, openai or recorded"),
+        (
+            {"regenerate": RegenerateConfig(backend="tgi")},
+            "regenerate.backend=tgi: hf, vllm, openai or recorded",
+        ),
         ({"regenerate": RegenerateConfig(shard="2/2")}, "regenerate.shard=2/2"),
         ({"regenerate": RegenerateConfig(shard="a/b")}, "regenerate.shard=a/b"),
         ({"regenerate": RegenerateConfig(max_failed_share=2.0)}, "regenerate.max_failed_share"),
