@@ -91,7 +91,7 @@ def bfloat16(root: Path) -> Result:
 
 def terminated(root: Path) -> Result:
     """SIGTERM for one rank, long before the next checkpoint."""
-    config = settings(save_every=1000, epochs=6)
+    config = settings(save_every=1000, epochs=40)
     Ranks(root / "terminated-whole", 2, config).wait()
     ranks = Ranks(root / "terminated", 2, config)
     curves = root / "terminated" / "metrics.jsonl"

@@ -29,7 +29,7 @@ from slipstream.data.config import (
         ({"regenerate": RegenerateConfig(batch_size=0)}, "regenerate.batch_size"),
         (
             {"regenerate": RegenerateConfig(backend="tgi")},
-            "regenerate.backend=tgi: hf, vllm, openai or recorded",
+            "regenerate.backend=tgi: hf, vllm, openai or rec",
         ),
         ({"regenerate": RegenerateConfig(shard="2/2")}, "regenerate.shard=2/2"),
         ({"regenerate": RegenerateConfig(shard="a/b")}, "regenerate.shard=a/b"),
