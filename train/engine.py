@@ -31,10 +31,10 @@ def init_distributed() -> torch.device:
     else:
         device = torch.device("cpu")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
 
