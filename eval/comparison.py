@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.data.files import Stage, append_jsonl, file_hash, read_jsonl, value_hash, write_json
 from slipstream.data.progress import Meter
+from slipstream.data.target.model import fastest_threads
 from slipstream.data.target.resolve import Target
 from slipstream.data.types import Conversation
 from slipstream.drafters.checkpoint_format import CONFIG, WEIGHTS
@@ -73,7 +74,10 @@ def measure(
         player = Player(target, contenders, config)
         player.warm_up(missing[0][1])
         stage.begin()
-        with Meter("evaluation", len(todo), unit="prompt") as meter:
+        with (
+            fastest_threads(lambda: player.warm_up(missing[0][1])),
+            Meter("evaluation", len(todo), unit="prompt") as meter,
+        ):
             meter.skip(len(played))
             for suite, prompt in missing:
                 result = played[suite, prompt.id] = player.play(suite, prompt)

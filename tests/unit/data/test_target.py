@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -21,7 +23,7 @@ from slipstream.data.target import model as model_module
 from slipstream.data.target import resolve
 from slipstream.data.target.gguf_import import convert_gguf
 from slipstream.data.target.kv_cache import PreallocatedCache
-from slipstream.data.target.model import FOLD_LIMIT, load_model, pack_linears
+from slipstream.data.target.model import FOLD_LIMIT, fastest_threads, load_model, pack_linears
 from slipstream.data.target.resolve import resolve_target
 from slipstream.data.target.weights import read_target_head
 from tests.tiny import make_tiny_target
@@ -354,6 +356,35 @@ def test_packed_layers(folder: Path) -> None:
 
 def head_of(path: Path) -> Any:
     return read_target_head(resolve_target(TargetConfig(name=str(path))))
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("fastest", "set_by_user"), [(1, False), (2, False), (4, False), (1, True)])
+def test_as_many_threads_as_are_fastest(
+    fastest: int, set_by_user: bool, four_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    if not set_by_user:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    now = [0.0]
+    tried: list[int] = []
+    monkeypatch.setattr(model_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def work() -> None:
+        tried.append(torch.get_num_threads())
+        now[0] += 1.0 + abs(tried[-1] - fastest)
+
+    with fastest_threads(work):
+        assert torch.get_num_threads() == (4 if set_by_user else fastest)
+    assert set(tried) == (set() if set_by_user else {1, 2, 4})
+    assert torch.get_num_threads() == 4
 
 
 def test_tied_head(folder: Path) -> None:
